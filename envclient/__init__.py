@@ -1,0 +1,1 @@
+"""Environments: sandboxes leased to trajectories, and the client that rollout workers call."""

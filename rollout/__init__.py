@@ -1,0 +1,1 @@
+"""Generation and its control plane: coordinator, dispatcher and policies, rollout workers."""

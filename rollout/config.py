@@ -1,0 +1,157 @@
+"""Keys of the rollout: run, model, sampling, gate, groups, workers, tasks. One sentence and a unit each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """What every role knows about the run."""
+
+    name: str = "quickstart"
+    """Folder under `root`; letters, digits, `-`, `_` and `.`."""
+    root: str = "runs"
+    """Folder of all runs."""
+    seed: int = 0
+    """Seed of the task order, of training and of the engines' sampling."""
+    steps: int = 2
+    """Optimizer steps to make."""
+    mode: str = "default"
+    """`default`: short run; `learn`: the config's `learn` overlay (about 30 steps with evaluations)."""
+    resume: str = "never"
+    """`never`: refuse a folder that exists; `auto`: go on from the last complete checkpoint, or start; `overwrite`."""
+    checkpoint_every: int = 10
+    """Optimizer steps between checkpoints; one is always written at the end. 0: only at the end."""
+    eval_every: int = 0
+    """Optimizer steps between evaluations; 0: none during training."""
+    eval_before: bool = False
+    """Evaluate the loaded weights before step 1."""
+    eval_after: bool = False
+    """Evaluate the final weights."""
+    eval_samples: int = 128
+    """Trajectories per evaluation, spread evenly over the held-out tasks."""
+    wandb: bool = True
+    """Write an offline W&B run into the run's folder."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The policy model; one description for engine and actor."""
+
+    path: str = MISSING
+    """Folder of a Hugging Face checkpoint with tokenizer."""
+    dtype: str = "float32"
+    """`float32` or `bfloat16`."""
+    context_length: int = 640
+    """Tokens of prompt and response together, at most; a longer episode is TRUNCATED."""
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """How tokens are sampled. Only what the trainer can reproduce exactly is accepted."""
+
+    temperature: float = 1.0
+    """> 0; the log-probs are those of the tempered distribution, on both sides."""
+    top_p: float = 1.0
+    """Only 1.0: a truncated distribution's log-probs cannot be reproduced by the trainer."""
+    top_k: int = -1
+    """Only -1, as top_p."""
+
+
+@dataclass(kw_only=True)
+class GroupConfig:
+    """Sample groups and the gate."""
+
+    size: int = 8
+    """K: trajectories of a prompt."""
+    batch: int = 16
+    """B: groups of an optimizer step."""
+    async_factor: float = 1.0
+    """Groups in flight ≤ floor(async_factor · B); 1.0 is strictly on-policy."""
+    max_version_span: int = 2
+    """S: a trajectory that would sample under more than S versions is discarded."""
+    include_promoted: bool = True
+    """Groups at their last valid version get a place in the next batch before fresher ones."""
+    filter_zero_variance: bool = False
+    """Close groups whose rewards are all equal as FILTERED and refill (DAPO's dynamic filter)."""
+    max_refills: int = 512
+    """Filtered groups per step before the run stops with a message."""
+    max_resamples: int = 2
+    """Times that a discarded or failed member is sampled anew before `on_lost_member` decides."""
+    on_lost_member: str = "drop"
+    """`drop`: the group closes as DISCARDED or FAILED; `shrink`: it is sealed without the member (≥ 2 left)."""
+    deadline_s: float = 600.0
+    """Seconds from a trajectory's start until it counts as stuck: aborted and treated as FAILED."""
+    train_truncated: bool = True
+    """Whether TRUNCATED trajectories train (else they count as lost members without a resample)."""
+
+
+@dataclass(kw_only=True)
+class AdvantageConfig:
+    """GRPO's advantage: (R − mean) / (std + 1e-6), unbiased std."""
+
+    normalise_std: bool = True
+    """False: R − mean (Dr.GRPO)."""
+
+
+@dataclass(kw_only=True)
+class WorkerConfig:
+    """Rollout workers, each the parent of one engine."""
+
+    count: int = 1
+    """Number of workers."""
+    policy: str = "action"
+    """Slot policy: `action` (slots are free during tool calls, FCFS turns) or `trajectory` (slots held throughout)."""
+    slots: int = 32
+    """Turns generated at once on one worker."""
+    max_trajectories: int = 128
+    """Episodes open at once on one worker (each holds a sandbox)."""
+    kv_tokens: int = 65536
+    """KV capacity of the engine in tokens."""
+    engine_start_timeout_s: float = 240.0
+    """Seconds an engine may take to come up."""
+    request_timeout_s: float = 300.0
+    """Seconds a single turn may take in the engine."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further SGLang server arguments (name without dashes → value)."""
+
+
+@dataclass(kw_only=True)
+class FactoryConfig:
+    """An object named by its place: `package.module:function`, called with `args`."""
+
+    factory: str = MISSING
+    """`package.module:function`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory."""
+
+
+@dataclass(kw_only=True)
+class CoordinatorConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 0
+    """0: any free port."""
+    tick_s: float = 1.0
+    """Seconds between deadline checks."""
+    worker_timeout_s: float = 60.0
+    """Seconds without a poll after which a worker counts as lost."""
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """The rollout's part of the run config."""
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    group: GroupConfig = field(default_factory=GroupConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    tasks: FactoryConfig = field(default_factory=FactoryConfig)
+    """TaskSource: which tasks there are."""
+    agent: FactoryConfig = field(default_factory=FactoryConfig)
+    """Agent: how an episode of a task is played and scored."""

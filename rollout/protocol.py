@@ -1,0 +1,257 @@
+"""The seams of the rollout: wire messages between roles, and the protocols that real systems stand behind.
+
+Who calls what:
+* rollout worker -> coordinator: `/v1/worker/join`, `/v1/worker/poll` (long poll: reports go up, commands come down)
+* actor replica  -> coordinator: `/v1/actor/next_group`, `/v1/actor/ack`, `/v1/actor/step`, `/v1/actor/sync_begin`,
+  `/v1/actor/sync_end`, `/v1/actor/evaluate`
+* launcher       -> coordinator: `/v1/status`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rollout.types import (
+    BatchCounts,
+    Capabilities,
+    Purpose,
+    Record,
+    Trajectory,
+    TrajectoryStatus,
+    TurnEnded,
+    WeightsAcknowledged,
+    WorkerCommand,
+    WorkerPaused,
+)
+
+# ---------------------------------------------------------------------------------------------- coordinator's wire
+
+
+class Empty(Record):
+    """No fields."""
+
+
+class JoinRequest(Record):
+    """A worker's engine is up and its weights are `version`."""
+
+    worker: str
+    engine_url: str
+    slots: int
+    version: int
+    capabilities: Capabilities
+
+
+WorkerReport = TurnEnded | WorkerPaused | WeightsAcknowledged | Trajectory
+"""What a worker tells: events, and whole trajectories (from which the shell makes TrajectoryEnded)."""
+
+
+class PollRequest(Record):
+    """`reports` start at number `first_report`; the coordinator drops those it has seen. `acked_command` is the number
+    of commands the worker has taken; later ones are sent again until acknowledged."""
+
+    worker: str
+    first_report: int
+    reports: list[WorkerReport]
+    acked_command: int
+    wait_s: float
+
+
+class PollReply(Record):
+    """`commands` start at number `first_command`; `acked_report` is the number of reports taken."""
+
+    first_command: int
+    commands: list[WorkerCommand]
+    acked_report: int
+
+
+class NextGroupRequest(Record):
+    step: int
+    replica: int
+    wait_s: float
+
+
+class AckRequest(Record):
+    step: int
+    replica: int
+    group_id: str
+    tokens: int
+
+
+class StepRequest(Record):
+    """Rank 0 reports a finished optimizer step with the trainer's metrics (names as in metrics.jsonl)."""
+
+    step: int
+    skipped: bool
+    counts: BatchCounts
+    metrics: dict[str, float]
+
+
+class SyncBeginRequest(Record):
+    version: int
+
+
+class EngineAddress(Record):
+    worker: str
+    engine_url: str
+
+
+class SyncBeginReply(Record):
+    """Every worker is paused; broadcast to these engines."""
+
+    engines: list[EngineAddress]
+
+
+class SyncEndRequest(Record):
+    """All engines loaded `version`; answered once every worker has acknowledged it. Seconds by phase go to the log."""
+
+    version: int
+    seconds: dict[str, float]
+
+
+class EvaluateRequest(Record):
+    """Evaluate the current version; blocks until done. `samples_per_task` trajectories a task."""
+
+    eval_id: str
+    version: int
+
+
+class EvaluateReply(Record):
+    eval_id: str
+    version: int
+    samples: int
+    pass_rate: float
+    standard_error: float
+
+
+class Status(Record):
+    """What the launcher shows while the run goes on."""
+
+    step: int
+    steps: int
+    version: int
+    workers: int
+    groups_ready: int
+    groups_running: int
+    trajectories_done: int
+    trajectories_running: int
+    turns_done: int
+    counts: dict[str, int]
+    """Prompts by PromptStatus value, plus `submitted`."""
+    phase: str
+    """One word for people: starting, rollout, train, sync, eval, done."""
+    failure: str = ""
+
+
+# --------------------------------------------------------------------------------------------------------- engine
+
+
+class GenerateRequest(Record):
+    """One turn. Token in, token out; temperature 1.0 and no truncation of the distribution unless the config says so."""
+
+    request_id: str
+    trajectory_id: str
+    input_ids: list[int]
+    max_new_tokens: int
+    temperature: float
+    stop_token_ids: list[int]
+    priority: int = 0
+
+
+class Generation(Record):
+    """What came back. len(token_ids) = len(logprobs); the stop token is included when it was sampled."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    """`stop`, `length` or `abort` (then the tokens so far)."""
+    cached_tokens: int
+
+
+class Engine(Protocol):
+    """A generation engine, as the worker sees it. Implementations: SGLang over HTTP, a scripted one for tests."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def start(self) -> None:
+        """Bring the engine up; raises VenusError with the engine's last log lines when it does not come up."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Raises WireError when the engine is gone."""
+
+    async def abort_all(self) -> None:
+        """Every running request returns with finish_reason `abort` and its tokens so far."""
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def flush(self) -> None:
+        """Forget all cached KV. Only with no request in the engine."""
+
+    async def wait_dead(self) -> str:
+        """Returns only when the engine has died: the reason with its last log lines."""
+
+    async def stop(self) -> None: ...
+
+
+# ---------------------------------------------------------------------------------------------------------- agent
+
+
+class Observation(Record):
+    """The environment's answer to an action."""
+
+    token_ids: list[int]
+    """Appended to the context before the next turn (mask 0); empty when `done`."""
+    done: bool
+
+
+class Outcome(Record):
+    """How the episode ended, scored while its sandbox lived."""
+
+    reward: float
+    status: TrajectoryStatus
+    stop_reason: str
+    stats: dict[str, float]
+
+
+class Episode(Protocol):
+    """One trajectory's side of the environment: owns its sandbox lease from `open` to `close`."""
+
+    async def open(self) -> list[int]:
+        """Lease the sandbox; returns the prompt's token ids. Raises VenusError when the environment fails."""
+
+    async def act(self, token_ids: Sequence[int]) -> Observation:
+        """Execute the action that the generated `token_ids` encode (stop token included)."""
+
+    async def score(self, status: TrajectoryStatus, stop_reason: str) -> Outcome:
+        """Compute the reward while the sandbox lives."""
+
+    async def close(self) -> None:
+        """Release the lease; idempotent, also after a failure or cancellation."""
+
+
+class Agent(Protocol):
+    """Makes episodes. Built once a worker by the factory that `rollout.agent.factory` names."""
+
+    max_new_tokens: int
+    """Of one turn."""
+    stop_token_ids: list[int]
+
+    def episode(self, task_id: str, trajectory_id: str, purpose: Purpose) -> Episode:
+        """Raises ConfigError for a task id it does not know."""
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers since the start for the log (for example the memo's hits)."""
+
+    async def aclose(self) -> None: ...
+
+
+class TaskSource(Protocol):
+    """Names the tasks. Built by the coordinator from the factory that `rollout.tasks.factory` names."""
+
+    def train_ids(self) -> list[str]: ...
+
+    def eval_ids(self) -> list[str]: ...

@@ -1,0 +1,460 @@
+"""The vocabulary of the rollout: records, events and commands (schema version 1).
+
+Pure: standard library and msgspec only. Events enter the dispatcher, commands leave it; both are tagged unions, so a
+run's `events.jsonl` (rows of `EventRow`) can be replayed through the dispatcher and compared. Trajectory ids are
+`{group_id}.{member}.{attempt}`, group ids are the prompt's id plus its attempt: `p000012.0`; a prompt id is `p` and the
+prompt's place in the submitted stream. Weight version v is the number of the optimizer step that made the weights;
+the loaded model is version 0, and step s (from 1) makes version s out of groups sampled at versions < s.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every record: immutable, keyword-only, strict on the wire."""
+
+
+class Purpose(str, Enum):
+    """What a trajectory is for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    """Evaluation: never trained, holds no gate credit."""
+
+
+class PriorityClass(str, Enum):
+    """What the dispatcher decided for a trajectory; workers and engines derive everything else from it."""
+
+    HIGH = "high"
+    LOW = "low"
+    PARKED = "parked"
+    """Not started, whatever slots are free."""
+
+
+class TrajectoryStatus(str, Enum):
+    """How a trajectory ended."""
+
+    FINISHED = "finished"
+    """The agent ended the episode (submitted, or used its turns up) and was scored."""
+    TRUNCATED = "truncated"
+    """A turn was cut by its length, or the prompt reached the context limit. Scored; trains if the config says so."""
+    FAILED = "failed"
+    """Sandbox, verifier or engine failed: no reward, out of loss and baseline."""
+    DISCARDED = "discarded"
+    """Its version span would have exceeded S."""
+    ABORTED = "aborted"
+    """Cancelled by the dispatcher (its group is gone)."""
+
+
+class PromptStatus(str, Enum):
+    """Fate of a submitted prompt. accepted + filtered + failed + discarded + running = submitted, always."""
+
+    RUNNING = "running"
+    """In flight: waiting for its group, generating, ready or taken by the trainer; also requeued by a resume."""
+    ACCEPTED = "accepted"
+    """An optimizer step was made with its group."""
+    FILTERED = "filtered"
+    """Closed because all its rewards were equal (dynamic filter)."""
+    FAILED = "failed"
+    """Too many of its trajectories failed, more than the allowed number of times."""
+    DISCARDED = "discarded"
+    """Too many of its trajectories became stale, more than the allowed number of times."""
+
+
+class VersionSpan(Record):
+    """Generated tokens [start, end) of a response, sampled under one weight version."""
+
+    start: int
+    end: int
+    version: int
+
+
+class Trajectory(Record, tag="trajectory", tag_field="event"):
+    """One finished episode, exactly as sampled: token in, token out.
+
+    `response_ids` holds everything after the prompt: generated tokens and observations in order;
+    len(response_ids) = len(loss_mask) = len(logprobs). loss_mask is 1 on generated tokens only; log-probs are the
+    engine's, of the distribution it sampled from, 0.0 where the mask is 0. `spans` cover exactly the generated tokens.
+    """
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    purpose: Purpose
+    status: TrajectoryStatus
+    stop_reason: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]
+    turns: int
+    reward: float
+    stats: dict[str, float] = {}
+    """Numbers for the metrics: tool_calls, tool_errors, cached_tokens, prompt_tokens_sent, tool_s, generate_s, …"""
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+
+class TrainSequence(Record):
+    """A trajectory of a sealed group as the trainer takes it: the Trajectory's tokens plus its advantage."""
+
+    trajectory_id: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]
+    advantage: float
+    reward: float
+
+
+class TrainGroup(Record, tag="group"):
+    """A sealed sample group, handed to one actor replica for one step."""
+
+    group_id: str
+    prompt_id: str
+    task_id: str
+    step: int
+    sequences: list[TrainSequence]
+
+
+class BatchCounts(Record):
+    """Global denominators of a step's batch. tokens = sum of loss masks."""
+
+    groups: int
+    sequences: int
+    tokens: int
+
+
+class BatchClosed(Record, tag="closed"):
+    """No more groups for this step: all B are handed out and acknowledged."""
+
+    step: int
+    counts: BatchCounts
+
+
+class NoGroupYet(Record, tag="wait"):
+    """The long poll ran out without a group; ask again."""
+
+    step: int
+
+
+NextGroup = TrainGroup | BatchClosed | NoGroupYet
+
+
+class Capabilities(Record):
+    """What an engine can do; a command beyond it is never emitted."""
+
+    priority: bool = False
+    tiers: bool = False
+    migration: bool = False
+
+
+# --------------------------------------------------------------------------------------------------------- events
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="event"):
+    """Base of every event."""
+
+
+class RunStarted(Event, tag="run_started"):
+    """First event of a run and of every resume.
+
+    `version` is the weight version loaded; prompts are only those requeued by the resume, in order.
+    """
+
+    version: int
+    requeued: list[tuple[str, str]] = []
+    """(prompt_id, task_id), sampled anew before any new prompt."""
+    next_attempt: int = 0
+    """Attempt number for groups made from now on: greater than any used before, so that ids never repeat."""
+
+
+class WorkerJoined(Event, tag="worker_joined"):
+    worker: str
+    slots: int
+    version: int
+    capabilities: Capabilities
+
+
+class WorkerLost(Event, tag="worker_lost"):
+    worker: str
+    cause: str
+
+
+class PromptSubmitted(Event, tag="prompt_submitted"):
+    """The source answered a FetchPrompts; `prompt_id` is written to the ledger first."""
+
+    prompt_id: str
+    task_id: str
+    epoch: int
+
+
+class SourceExhausted(Event, tag="source_exhausted"):
+    """A finite source has no prompt left."""
+
+
+class TurnEnded(Event, tag="turn_ended"):
+    """A generation came back whole (or was cut by its length)."""
+
+    trajectory_id: str
+    turn: int
+    context_tokens: int
+    output_tokens: int
+    version: int
+    """Weight version the turn's last token was sampled under."""
+
+
+class TrajectoryEnded(Event, tag="trajectory_ended"):
+    """Worker's report without the tokens (the shell keeps those until the group is sealed)."""
+
+    trajectory_id: str
+    worker: str
+    status: TrajectoryStatus
+    reward: float
+    first_version: int
+    """Of its generated tokens; -1 when it generated none."""
+    last_version: int
+    generated_tokens: int
+    turns: int
+    cause: str = ""
+
+
+class GroupRequested(Event, tag="group_requested"):
+    """Actor replica asks for its next group of `step`. Idempotent: an unacknowledged group is handed out again."""
+
+    step: int
+    replica: int
+
+
+class GroupAcknowledged(Event, tag="group_acknowledged"):
+    """The replica has added the group's gradient. Idempotent."""
+
+    step: int
+    replica: int
+    group_id: str
+    tokens: int
+
+
+class StepFinished(Event, tag="step_finished"):
+    """The optimizer made step `step` with its batch: the batch's prompts are accepted."""
+
+    step: int
+    skipped: bool = False
+    """The gradient was not finite and the weights did not change."""
+
+
+class SyncRequested(Event, tag="sync_requested"):
+    """The actor wants to broadcast weights `version`: workers must pause."""
+
+    version: int
+
+
+class WorkerPaused(Event, tag="worker_paused"):
+    """The worker has no request in its engine and will start none until resumed."""
+
+    worker: str
+    version: int
+
+
+class SyncFinished(Event, tag="sync_finished"):
+    """Every engine has answered that it loaded weights `version`."""
+
+    version: int
+
+
+class WeightsAcknowledged(Event, tag="weights_acknowledged"):
+    """The worker samples under `version` from now on."""
+
+    worker: str
+    version: int
+
+
+class EvalRequested(Event, tag="eval_requested"):
+    """Evaluate the current weights on `task_ids`, one trajectory each (repeat an id for more samples)."""
+
+    eval_id: str
+    task_ids: list[str]
+
+
+class Tick(Event, tag="tick"):
+    """Time passes: deadlines are judged."""
+
+
+AnyEvent = (
+    RunStarted
+    | WorkerJoined
+    | WorkerLost
+    | PromptSubmitted
+    | SourceExhausted
+    | TurnEnded
+    | TrajectoryEnded
+    | GroupRequested
+    | GroupAcknowledged
+    | StepFinished
+    | SyncRequested
+    | WorkerPaused
+    | SyncFinished
+    | WeightsAcknowledged
+    | EvalRequested
+    | Tick
+)
+
+
+# ------------------------------------------------------------------------------------------------------- commands
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="command"):
+    """Base of every command."""
+
+
+class FetchPrompts(Command, tag="fetch_prompts"):
+    """Take `count` prompts from the source; each comes back as PromptSubmitted."""
+
+    count: int
+
+
+class StartTrajectory(Command, tag="start_trajectory"):
+    """Worker: run this episode."""
+
+    worker: str
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    purpose: Purpose
+    priority: PriorityClass
+
+
+class AbortTrajectory(Command, tag="abort_trajectory"):
+    """Worker: cancel generation, tool and reward work of this trajectory within 5 s; it reports TrajectoryEnded."""
+
+    worker: str
+    trajectory_id: str
+    status: TrajectoryStatus
+    """What it is reported as: DISCARDED or ABORTED."""
+    cause: str
+
+
+class SetClass(Command, tag="set_class"):
+    """Worker: this trajectory's class from now on. Only to engines with the `priority` capability."""
+
+    worker: str
+    trajectory_id: str
+    priority: PriorityClass
+    epoch: int
+
+
+class SealGroup(Command, tag="seal_group"):
+    """The group is ready: `members` train with `advantages` (same order)."""
+
+    group_id: str
+    prompt_id: str
+    task_id: str
+    members: list[str]
+    advantages: list[float]
+
+
+class ClosePrompt(Command, tag="close_prompt"):
+    """The prompt ends with `status` (any but RUNNING) for the stated cause."""
+
+    prompt_id: str
+    group_id: str
+    status: PromptStatus
+    cause: str
+    step: int = -1
+    """The optimizer step that trained it, for ACCEPTED."""
+
+
+class DropTrajectories(Command, tag="drop_trajectories"):
+    """Forget the tokens of these trajectories (their group is closed or they were replaced)."""
+
+    trajectory_ids: list[str]
+
+
+class DeliverGroup(Command, tag="deliver_group"):
+    """Answer a replica's GroupRequested with this sealed group."""
+
+    step: int
+    replica: int
+    group_id: str
+
+
+class CloseBatch(Command, tag="close_batch"):
+    """Answer a replica's GroupRequested: the batch of `step` is complete."""
+
+    step: int
+    replica: int
+    counts: BatchCounts
+
+
+class PauseWorker(Command, tag="pause_worker"):
+    """Worker: abort what runs (keep its tokens), flush the cache, start nothing; answer WorkerPaused."""
+
+    worker: str
+    version: int
+
+
+class GrantSync(Command, tag="grant_sync"):
+    """Answer the actor's SyncRequested: every worker is paused."""
+
+    version: int
+    workers: list[str]
+
+
+class ResumeWorker(Command, tag="resume_worker"):
+    """Worker: go on under `version`; answer WeightsAcknowledged."""
+
+    worker: str
+    version: int
+
+
+class FinishEval(Command, tag="finish_eval"):
+    """All trajectories of an evaluation ended."""
+
+    eval_id: str
+    version: int
+    trajectory_ids: list[str]
+
+
+class StopRun(Command, tag="stop_run"):
+    """The run cannot go on (cause), or the source is exhausted and drained (cause empty)."""
+
+    cause: str
+
+
+AnyCommand = (
+    FetchPrompts
+    | StartTrajectory
+    | AbortTrajectory
+    | SetClass
+    | SealGroup
+    | ClosePrompt
+    | DropTrajectories
+    | DeliverGroup
+    | CloseBatch
+    | PauseWorker
+    | GrantSync
+    | ResumeWorker
+    | FinishEval
+    | StopRun
+)
+
+WorkerCommand = StartTrajectory | AbortTrajectory | SetClass | PauseWorker | ResumeWorker
+
+
+class EventRow(Record):
+    """One row of `events.jsonl`."""
+
+    seq: int
+    now: float
+    event: AnyEvent
+    commands: list[AnyCommand]

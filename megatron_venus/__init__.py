@@ -1,0 +1,1 @@
+"""Training and the entry points: the Megatron-core actor, weight sync, checkpoints, launch."""

@@ -26,7 +26,7 @@ class ExecStatus(str, Enum):
     """Ended by a signal or by a limit of the sandbox (memory, processes)."""
 
 
-class ExecResult(EnvRecord):
+class ExecResult(EnvRecord, frozen=True, kw_only=True):
     """Outcome of `exec`. `output` is stdout and stderr together, in the order written."""
 
     status: ExecStatus
@@ -37,7 +37,7 @@ class ExecResult(EnvRecord):
     duration_s: float
 
 
-class Template(EnvRecord):
+class Template(EnvRecord, frozen=True, kw_only=True):
     """Immutable sandbox image plus, where the backend can, the state of its warm-up process.
 
     `mounts` are (host path, path inside, both absolute) bound read-only. `warmup` is argv of the template's warm-up
@@ -60,7 +60,7 @@ class Template(EnvRecord):
     max_processes: int = 64
 
 
-class Lease(EnvRecord):
+class Lease(EnvRecord, frozen=True, kw_only=True):
     """A sandbox that lives until it is released or its lifetime ends."""
 
     lease_id: str
@@ -73,7 +73,7 @@ class Lease(EnvRecord):
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-class LeaseRequest(EnvRecord):
+class LeaseRequest(EnvRecord, frozen=True, kw_only=True):
     """`idempotency_key`: a repeated request with the same key gets the same lease, not a second sandbox."""
 
     template: str
@@ -82,7 +82,7 @@ class LeaseRequest(EnvRecord):
     idempotency_key: str
 
 
-class ExecRequest(EnvRecord):
+class ExecRequest(EnvRecord, frozen=True, kw_only=True):
     lease_id: str
     argv: list[str]
     timeout_s: float
@@ -90,29 +90,29 @@ class ExecRequest(EnvRecord):
     max_output_bytes: int = 65536
 
 
-class ReadRequest(EnvRecord):
+class ReadRequest(EnvRecord, frozen=True, kw_only=True):
     lease_id: str
     path: str
     """Absolute, or relative to the template's workdir. Never follows a link out of the sandbox."""
     max_bytes: int = 1 << 20
 
 
-class ReadReply(EnvRecord):
+class ReadReply(EnvRecord, frozen=True, kw_only=True):
     data: bytes
     truncated: bool
 
 
-class WriteRequest(EnvRecord):
+class WriteRequest(EnvRecord, frozen=True, kw_only=True):
     lease_id: str
     path: str
     data: bytes
 
 
-class LeaseRef(EnvRecord):
+class LeaseRef(EnvRecord, frozen=True, kw_only=True):
     lease_id: str
 
 
-class TwinRequest(EnvRecord):
+class TwinRequest(EnvRecord, frozen=True, kw_only=True):
     """A second sandbox with a copy of this one's files, for a grader that must not be disturbed by the agent."""
 
     lease_id: str
@@ -120,17 +120,17 @@ class TwinRequest(EnvRecord):
     idempotency_key: str
 
 
-class Done(EnvRecord):
+class Done(EnvRecord, frozen=True, kw_only=True):
     """Nothing to say."""
 
 
-class RegisterTemplates(EnvRecord):
+class RegisterTemplates(EnvRecord, frozen=True, kw_only=True):
     """Make these templates known and warm; answered when all are ready. Re-registering an equal one is a no-op."""
 
     templates: list[Template]
 
 
-class EnvStatistics(EnvRecord):
+class EnvStatistics(EnvRecord, frozen=True, kw_only=True):
     leases: int
     created: int
     released: int

@@ -43,9 +43,9 @@ def check_values(config: VenusConfig) -> None:
         "env.max_sandboxes": config.env.max_sandboxes,
         "run.eval_samples": run.eval_samples,
     }
-    for key, value in positive.items():
-        if value < 1:
-            raise ConfigError(f"{key}={value} must be at least 1", "raise it")
+    for key, count in positive.items():
+        if count < 1:
+            raise ConfigError(f"{key}={count} must be at least 1", "raise it")
     if group.size < 2:
         raise ConfigError("rollout.group.size=1 has no baseline: every advantage would be 0", "use at least 2")
     if group.async_factor < 1.0:
@@ -65,7 +65,9 @@ def check_values(config: VenusConfig) -> None:
             raise ConfigError(f"{key}={value!r} is not known", f"one of: {', '.join(allowed)}")
     sampling = config.rollout.sampling
     if not (math.isfinite(sampling.temperature) and sampling.temperature > 0):
-        raise ConfigError(f"rollout.sampling.temperature={sampling.temperature} has no log-probs", "use a value above 0")
+        raise ConfigError(
+            f"rollout.sampling.temperature={sampling.temperature} has no log-probs", "use a value above 0"
+        )
     if sampling.top_p != 1.0 or sampling.top_k != -1:
         raise ConfigError(
             f"rollout.sampling.top_p={sampling.top_p}, top_k={sampling.top_k}: "
@@ -90,20 +92,27 @@ def check_model(config: VenusConfig) -> None:
     folder = Path(config.model.path)
     for needed in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if not (folder / needed).is_file():
-            raise ConfigError(f"model.path={config.model.path!r}: {needed} is not there", "name a Hugging Face model folder")
+            raise ConfigError(
+                f"model.path={config.model.path!r}: {needed} is not there", "name a Hugging Face model folder"
+            )
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path={config.model.path!r}: no *.safetensors", "name a folder with weights")
     try:
         model = json.loads((folder / "config.json").read_text())
     except json.JSONDecodeError as error:
-        raise ConfigError(f"model.path={config.model.path!r}: config.json is not JSON: {error}", "mend or replace it") from None
+        raise ConfigError(
+            f"model.path={config.model.path!r}: config.json is not JSON: {error}", "mend or replace it"
+        ) from None
     kinds = model.get("architectures") or []
     if kinds != ["Qwen3ForCausalLM"]:
-        raise ConfigError(f"model.path={config.model.path!r}: architecture {kinds} is not supported", "use Qwen3ForCausalLM")
+        raise ConfigError(
+            f"model.path={config.model.path!r}: architecture {kinds} is not supported", "use Qwen3ForCausalLM"
+        )
     positions = int(model.get("max_position_embeddings", 0))
     if config.model.context_length > positions:
         raise ConfigError(
-            f"model.context_length={config.model.context_length} is beyond the model's {positions} positions", "lower it"
+            f"model.context_length={config.model.context_length} is beyond the model's {positions} positions",
+            "lower it",
         )
 
 

@@ -90,7 +90,9 @@ class Supervisor:
     def died(self, child: Child) -> RoleDied:
         """The error that tells of a child that should still run, with its last log lines."""
         how = f"exit code {child.returncode}" if (child.returncode or 0) >= 0 else f"signal {-(child.returncode or 0)}"
-        return RoleDied(f"{child.role} ended with {how}; its last log lines:\n{last_lines(child.log)}\n", f"see {child.log}")
+        return RoleDied(
+            f"{child.role} ended with {how}; its last log lines:\n{last_lines(child.log)}\n", f"see {child.log}"
+        )
 
     def forget(self, child: Child) -> None:
         """`child` has ended as it should."""

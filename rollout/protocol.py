@@ -28,11 +28,11 @@ from rollout.types import (
 # ---------------------------------------------------------------------------------------------- coordinator's wire
 
 
-class Empty(Record):
+class Empty(Record, frozen=True, kw_only=True):
     """No fields."""
 
 
-class JoinRequest(Record):
+class JoinRequest(Record, frozen=True, kw_only=True):
     """A worker's engine is up and its weights are `version`."""
 
     worker: str
@@ -46,7 +46,7 @@ WorkerReport = TurnEnded | WorkerPaused | WeightsAcknowledged | Trajectory
 """What a worker tells: events, and whole trajectories (from which the shell makes TrajectoryEnded)."""
 
 
-class PollRequest(Record):
+class PollRequest(Record, frozen=True, kw_only=True):
     """`reports` start at number `first_report`; the coordinator drops those it has seen. `acked_command` is the number
     of commands the worker has taken; later ones are sent again until acknowledged."""
 
@@ -57,7 +57,7 @@ class PollRequest(Record):
     wait_s: float
 
 
-class PollReply(Record):
+class PollReply(Record, frozen=True, kw_only=True):
     """`commands` start at number `first_command`; `acked_report` is the number of reports taken."""
 
     first_command: int
@@ -65,20 +65,20 @@ class PollReply(Record):
     acked_report: int
 
 
-class NextGroupRequest(Record):
+class NextGroupRequest(Record, frozen=True, kw_only=True):
     step: int
     replica: int
     wait_s: float
 
 
-class AckRequest(Record):
+class AckRequest(Record, frozen=True, kw_only=True):
     step: int
     replica: int
     group_id: str
     tokens: int
 
 
-class StepRequest(Record):
+class StepRequest(Record, frozen=True, kw_only=True):
     """Rank 0 reports a finished optimizer step with the trainer's metrics (names as in metrics.jsonl)."""
 
     step: int
@@ -87,36 +87,36 @@ class StepRequest(Record):
     metrics: dict[str, float]
 
 
-class SyncBeginRequest(Record):
+class SyncBeginRequest(Record, frozen=True, kw_only=True):
     version: int
 
 
-class EngineAddress(Record):
+class EngineAddress(Record, frozen=True, kw_only=True):
     worker: str
     engine_url: str
 
 
-class SyncBeginReply(Record):
+class SyncBeginReply(Record, frozen=True, kw_only=True):
     """Every worker is paused; broadcast to these engines."""
 
     engines: list[EngineAddress]
 
 
-class SyncEndRequest(Record):
+class SyncEndRequest(Record, frozen=True, kw_only=True):
     """All engines loaded `version`; answered once every worker has acknowledged it. Seconds by phase go to the log."""
 
     version: int
     seconds: dict[str, float]
 
 
-class EvaluateRequest(Record):
+class EvaluateRequest(Record, frozen=True, kw_only=True):
     """Evaluate the current version; blocks until done. `samples_per_task` trajectories a task."""
 
     eval_id: str
     version: int
 
 
-class EvaluateReply(Record):
+class EvaluateReply(Record, frozen=True, kw_only=True):
     eval_id: str
     version: int
     samples: int
@@ -124,7 +124,7 @@ class EvaluateReply(Record):
     standard_error: float
 
 
-class Status(Record):
+class Status(Record, frozen=True, kw_only=True):
     """What the launcher shows while the run goes on."""
 
     step: int
@@ -146,8 +146,8 @@ class Status(Record):
 # --------------------------------------------------------------------------------------------------------- engine
 
 
-class GenerateRequest(Record):
-    """One turn. Token in, token out; temperature 1.0 and no truncation of the distribution unless the config says so."""
+class GenerateRequest(Record, frozen=True, kw_only=True):
+    """One turn. Token in, token out; the distribution is tempered, never truncated (top-p, top-k)."""
 
     request_id: str
     trajectory_id: str
@@ -158,7 +158,7 @@ class GenerateRequest(Record):
     priority: int = 0
 
 
-class Generation(Record):
+class Generation(Record, frozen=True, kw_only=True):
     """What came back. len(token_ids) = len(logprobs); the stop token is included when it was sampled."""
 
     token_ids: list[int]
@@ -200,7 +200,7 @@ class Engine(Protocol):
 # ---------------------------------------------------------------------------------------------------------- agent
 
 
-class Observation(Record):
+class Observation(Record, frozen=True, kw_only=True):
     """The environment's answer to an action."""
 
     token_ids: list[int]
@@ -208,7 +208,7 @@ class Observation(Record):
     done: bool
 
 
-class Outcome(Record):
+class Outcome(Record, frozen=True, kw_only=True):
     """How the episode ended, scored while its sandbox lived."""
 
     reward: float

@@ -67,7 +67,7 @@ class PromptStatus(str, Enum):
     """Too many of its trajectories became stale, more than the allowed number of times."""
 
 
-class VersionSpan(Record):
+class VersionSpan(Record, frozen=True, kw_only=True):
     """Generated tokens [start, end) of a response, sampled under one weight version."""
 
     start: int
@@ -75,7 +75,7 @@ class VersionSpan(Record):
     version: int
 
 
-class Trajectory(Record, tag="trajectory", tag_field="event"):
+class Trajectory(Record, frozen=True, kw_only=True, tag="trajectory", tag_field="event"):
     """One finished episode, exactly as sampled: token in, token out.
 
     `response_ids` holds everything after the prompt: generated tokens and observations in order;
@@ -104,7 +104,7 @@ class Trajectory(Record, tag="trajectory", tag_field="event"):
         return sum(self.loss_mask)
 
 
-class TrainSequence(Record):
+class TrainSequence(Record, frozen=True, kw_only=True):
     """A trajectory of a sealed group as the trainer takes it: the Trajectory's tokens plus its advantage."""
 
     trajectory_id: str
@@ -117,7 +117,7 @@ class TrainSequence(Record):
     reward: float
 
 
-class TrainGroup(Record, tag="group"):
+class TrainGroup(Record, frozen=True, kw_only=True, tag="group"):
     """A sealed sample group, handed to one actor replica for one step."""
 
     group_id: str
@@ -127,7 +127,7 @@ class TrainGroup(Record, tag="group"):
     sequences: list[TrainSequence]
 
 
-class BatchCounts(Record):
+class BatchCounts(Record, frozen=True, kw_only=True):
     """Global denominators of a step's batch. tokens = sum of loss masks."""
 
     groups: int
@@ -135,14 +135,14 @@ class BatchCounts(Record):
     tokens: int
 
 
-class BatchClosed(Record, tag="closed"):
+class BatchClosed(Record, frozen=True, kw_only=True, tag="closed"):
     """No more groups for this step: all B are handed out and acknowledged."""
 
     step: int
     counts: BatchCounts
 
 
-class NoGroupYet(Record, tag="wait"):
+class NoGroupYet(Record, frozen=True, kw_only=True, tag="wait"):
     """The long poll ran out without a group; ask again."""
 
     step: int
@@ -151,7 +151,7 @@ class NoGroupYet(Record, tag="wait"):
 NextGroup = TrainGroup | BatchClosed | NoGroupYet
 
 
-class Capabilities(Record):
+class Capabilities(Record, frozen=True, kw_only=True):
     """What an engine can do; a command beyond it is never emitted."""
 
     priority: bool = False
@@ -166,7 +166,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of every event."""
 
 
-class RunStarted(Event, tag="run_started"):
+class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     """First event of a run and of every resume.
 
     `version` is the weight version loaded; prompts are only those requeued by the resume, in order.
@@ -179,19 +179,19 @@ class RunStarted(Event, tag="run_started"):
     """Attempt number for groups made from now on: greater than any used before, so that ids never repeat."""
 
 
-class WorkerJoined(Event, tag="worker_joined"):
+class WorkerJoined(Event, frozen=True, kw_only=True, tag="worker_joined"):
     worker: str
     slots: int
     version: int
     capabilities: Capabilities
 
 
-class WorkerLost(Event, tag="worker_lost"):
+class WorkerLost(Event, frozen=True, kw_only=True, tag="worker_lost"):
     worker: str
     cause: str
 
 
-class PromptSubmitted(Event, tag="prompt_submitted"):
+class PromptSubmitted(Event, frozen=True, kw_only=True, tag="prompt_submitted"):
     """The source answered a FetchPrompts; `prompt_id` is written to the ledger first."""
 
     prompt_id: str
@@ -199,11 +199,11 @@ class PromptSubmitted(Event, tag="prompt_submitted"):
     epoch: int
 
 
-class SourceExhausted(Event, tag="source_exhausted"):
+class SourceExhausted(Event, frozen=True, kw_only=True, tag="source_exhausted"):
     """A finite source has no prompt left."""
 
 
-class TurnEnded(Event, tag="turn_ended"):
+class TurnEnded(Event, frozen=True, kw_only=True, tag="turn_ended"):
     """A generation came back whole (or was cut by its length)."""
 
     trajectory_id: str
@@ -214,7 +214,7 @@ class TurnEnded(Event, tag="turn_ended"):
     """Weight version the turn's last token was sampled under."""
 
 
-class TrajectoryEnded(Event, tag="trajectory_ended"):
+class TrajectoryEnded(Event, frozen=True, kw_only=True, tag="trajectory_ended"):
     """Worker's report without the tokens (the shell keeps those until the group is sealed)."""
 
     trajectory_id: str
@@ -229,14 +229,14 @@ class TrajectoryEnded(Event, tag="trajectory_ended"):
     cause: str = ""
 
 
-class GroupRequested(Event, tag="group_requested"):
+class GroupRequested(Event, frozen=True, kw_only=True, tag="group_requested"):
     """Actor replica asks for its next group of `step`. Idempotent: an unacknowledged group is handed out again."""
 
     step: int
     replica: int
 
 
-class GroupAcknowledged(Event, tag="group_acknowledged"):
+class GroupAcknowledged(Event, frozen=True, kw_only=True, tag="group_acknowledged"):
     """The replica has added the group's gradient. Idempotent."""
 
     step: int
@@ -245,7 +245,7 @@ class GroupAcknowledged(Event, tag="group_acknowledged"):
     tokens: int
 
 
-class StepFinished(Event, tag="step_finished"):
+class StepFinished(Event, frozen=True, kw_only=True, tag="step_finished"):
     """The optimizer made step `step` with its batch: the batch's prompts are accepted."""
 
     step: int
@@ -253,40 +253,40 @@ class StepFinished(Event, tag="step_finished"):
     """The gradient was not finite and the weights did not change."""
 
 
-class SyncRequested(Event, tag="sync_requested"):
+class SyncRequested(Event, frozen=True, kw_only=True, tag="sync_requested"):
     """The actor wants to broadcast weights `version`: workers must pause."""
 
     version: int
 
 
-class WorkerPaused(Event, tag="worker_paused"):
+class WorkerPaused(Event, frozen=True, kw_only=True, tag="worker_paused"):
     """The worker has no request in its engine and will start none until resumed."""
 
     worker: str
     version: int
 
 
-class SyncFinished(Event, tag="sync_finished"):
+class SyncFinished(Event, frozen=True, kw_only=True, tag="sync_finished"):
     """Every engine has answered that it loaded weights `version`."""
 
     version: int
 
 
-class WeightsAcknowledged(Event, tag="weights_acknowledged"):
+class WeightsAcknowledged(Event, frozen=True, kw_only=True, tag="weights_acknowledged"):
     """The worker samples under `version` from now on."""
 
     worker: str
     version: int
 
 
-class EvalRequested(Event, tag="eval_requested"):
+class EvalRequested(Event, frozen=True, kw_only=True, tag="eval_requested"):
     """Evaluate the current weights on `task_ids`, one trajectory each (repeat an id for more samples)."""
 
     eval_id: str
     task_ids: list[str]
 
 
-class Tick(Event, tag="tick"):
+class Tick(Event, frozen=True, kw_only=True, tag="tick"):
     """Time passes: deadlines are judged."""
 
 
@@ -317,13 +317,13 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every command."""
 
 
-class FetchPrompts(Command, tag="fetch_prompts"):
+class FetchPrompts(Command, frozen=True, kw_only=True, tag="fetch_prompts"):
     """Take `count` prompts from the source; each comes back as PromptSubmitted."""
 
     count: int
 
 
-class StartTrajectory(Command, tag="start_trajectory"):
+class StartTrajectory(Command, frozen=True, kw_only=True, tag="start_trajectory"):
     """Worker: run this episode."""
 
     worker: str
@@ -334,7 +334,7 @@ class StartTrajectory(Command, tag="start_trajectory"):
     priority: PriorityClass
 
 
-class AbortTrajectory(Command, tag="abort_trajectory"):
+class AbortTrajectory(Command, frozen=True, kw_only=True, tag="abort_trajectory"):
     """Worker: cancel generation, tool and reward work of this trajectory within 5 s; it reports TrajectoryEnded."""
 
     worker: str
@@ -344,7 +344,7 @@ class AbortTrajectory(Command, tag="abort_trajectory"):
     cause: str
 
 
-class SetClass(Command, tag="set_class"):
+class SetClass(Command, frozen=True, kw_only=True, tag="set_class"):
     """Worker: this trajectory's class from now on. Only to engines with the `priority` capability."""
 
     worker: str
@@ -353,7 +353,7 @@ class SetClass(Command, tag="set_class"):
     epoch: int
 
 
-class SealGroup(Command, tag="seal_group"):
+class SealGroup(Command, frozen=True, kw_only=True, tag="seal_group"):
     """The group is ready: `members` train with `advantages` (same order)."""
 
     group_id: str
@@ -363,7 +363,7 @@ class SealGroup(Command, tag="seal_group"):
     advantages: list[float]
 
 
-class ClosePrompt(Command, tag="close_prompt"):
+class ClosePrompt(Command, frozen=True, kw_only=True, tag="close_prompt"):
     """The prompt ends with `status` (any but RUNNING) for the stated cause."""
 
     prompt_id: str
@@ -374,13 +374,13 @@ class ClosePrompt(Command, tag="close_prompt"):
     """The optimizer step that trained it, for ACCEPTED."""
 
 
-class DropTrajectories(Command, tag="drop_trajectories"):
+class DropTrajectories(Command, frozen=True, kw_only=True, tag="drop_trajectories"):
     """Forget the tokens of these trajectories (their group is closed or they were replaced)."""
 
     trajectory_ids: list[str]
 
 
-class DeliverGroup(Command, tag="deliver_group"):
+class DeliverGroup(Command, frozen=True, kw_only=True, tag="deliver_group"):
     """Answer a replica's GroupRequested with this sealed group."""
 
     step: int
@@ -388,7 +388,7 @@ class DeliverGroup(Command, tag="deliver_group"):
     group_id: str
 
 
-class CloseBatch(Command, tag="close_batch"):
+class CloseBatch(Command, frozen=True, kw_only=True, tag="close_batch"):
     """Answer a replica's GroupRequested: the batch of `step` is complete."""
 
     step: int
@@ -396,28 +396,28 @@ class CloseBatch(Command, tag="close_batch"):
     counts: BatchCounts
 
 
-class PauseWorker(Command, tag="pause_worker"):
+class PauseWorker(Command, frozen=True, kw_only=True, tag="pause_worker"):
     """Worker: abort what runs (keep its tokens), flush the cache, start nothing; answer WorkerPaused."""
 
     worker: str
     version: int
 
 
-class GrantSync(Command, tag="grant_sync"):
+class GrantSync(Command, frozen=True, kw_only=True, tag="grant_sync"):
     """Answer the actor's SyncRequested: every worker is paused."""
 
     version: int
     workers: list[str]
 
 
-class ResumeWorker(Command, tag="resume_worker"):
+class ResumeWorker(Command, frozen=True, kw_only=True, tag="resume_worker"):
     """Worker: go on under `version`; answer WeightsAcknowledged."""
 
     worker: str
     version: int
 
 
-class FinishEval(Command, tag="finish_eval"):
+class FinishEval(Command, frozen=True, kw_only=True, tag="finish_eval"):
     """All trajectories of an evaluation ended."""
 
     eval_id: str
@@ -425,7 +425,7 @@ class FinishEval(Command, tag="finish_eval"):
     trajectory_ids: list[str]
 
 
-class StopRun(Command, tag="stop_run"):
+class StopRun(Command, frozen=True, kw_only=True, tag="stop_run"):
     """The run cannot go on (cause), or the source is exhausted and drained (cause empty)."""
 
     cause: str
@@ -451,7 +451,7 @@ AnyCommand = (
 WorkerCommand = StartTrajectory | AbortTrajectory | SetClass | PauseWorker | ResumeWorker
 
 
-class EventRow(Record):
+class EventRow(Record, frozen=True, kw_only=True):
     """One row of `events.jsonl`."""
 
     seq: int

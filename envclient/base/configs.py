@@ -55,7 +55,9 @@ def build(schema: type[T], layers: Sequence[tuple[str, Any]], overrides: Sequenc
         OmegaConf.resolve(merged)
         missing = OmegaConf.missing_keys(merged)
         if missing:
-            raise ConfigError(f"config: {sorted(missing)[0]} has no value", "give it one in the config or on the command line")
+            raise ConfigError(
+                f"config: {sorted(missing)[0]} has no value", "give it one in the config or on the command line"
+            )
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise _explain(error, "config", base) from None
@@ -74,7 +76,9 @@ def read_yaml(path: Path) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except Exception as error:
-        raise ConfigError(f"config file {str(path)!r} is not YAML: {str(error).splitlines()[0]}", "mend that line") from None
+        raise ConfigError(
+            f"config file {str(path)!r} is not YAML: {str(error).splitlines()[0]}", "mend that line"
+        ) from None
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"config file {str(path)!r} is not a mapping", "its top level must be keys")
     return loaded

@@ -1,4 +1,4 @@
-"""Processes that end when they should: with their parent, by a bounded stop, and by a warden when the launcher is killed.
+"""Processes that end when they should: with their parent, by a bounded stop, or by a warden once the launcher is gone.
 
 Three nets, each enough alone: (1) every role asks the kernel for SIGKILL when its parent dies; (2) the launcher stops
 its children in order, first politely, then not; (3) the warden, a tiny process holding the read end of a pipe, kills
@@ -72,10 +72,8 @@ class Child:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), grace_s)
-            except TimeoutError:
-                pass
         self.signal_group(signal.SIGKILL)
         await self.process.wait()
 

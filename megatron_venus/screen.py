@@ -44,7 +44,7 @@ def progress_text(status: Status, batch: int) -> str:
     return (
         f"step {min(status.step + 1, status.steps)}/{status.steps} {status.phase:<8} "
         f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{batch} groups  "
-        f"trajectories {status.trajectories_running} running, {status.trajectories_done} done; {status.turns_done} turns"
+        f"trajectories {status.trajectories_running} running {status.trajectories_done} done, {status.turns_done} turns"
     )
 
 

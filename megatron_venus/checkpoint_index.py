@@ -1,0 +1,80 @@
+"""Which checkpoints a run has. No torch here: the launcher reads it before anything heavy starts.
+
+A checkpoint is the folder `checkpoints/step_000010/` with `megatron/` (distributed checkpoint), `hf/` (the same weights
+for engines) and `manifest.json`, written last and fsynced: a folder without a whole manifest is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from envclient.base.files import write_atomic
+
+MANIFEST = "manifest.json"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ties a step's weights, optimizer and ledger together."""
+
+    step: int
+    """Optimizer steps made; also the weight version. The ledger undoes whatever was consumed after it."""
+    weights: dict[str, str]
+    """Hugging Face tensor name → blake2b hex of its raw bytes."""
+    files: dict[str, int]
+    """Path relative to the checkpoint's folder → size in bytes; all of them must be there."""
+    schema: int = 1
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def hf_dir(self) -> Path:
+        """Folder that an engine can load."""
+        return self.path / "hf"
+
+    @property
+    def megatron_dir(self) -> Path:
+        """Megatron's distributed checkpoint."""
+        return self.path / "megatron"
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lives."""
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Complete the checkpoint in folder `path`: the last write, durable when this returns."""
+    write_atomic(path / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint in folder `path`, or None when it is not complete."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        whole = all((path / name).stat().st_size == size for name, size in manifest.files.items())
+    except (OSError, msgspec.DecodeError):
+        return None
+    return Checkpoint(path=path, manifest=manifest) if whole else None
+
+
+def find_all(run_dir: Path) -> list[Checkpoint]:
+    """The complete checkpoints of a run, oldest first."""
+    folders = sorted((run_dir / "checkpoints").glob("step_*"))
+    return [found for folder in folders if (found := read_checkpoint(folder))]
+
+
+def find_latest(run_dir: Path) -> Checkpoint | None:
+    """The newest complete checkpoint of a run, or None."""
+    found = find_all(run_dir)
+    return found[-1] if found else None

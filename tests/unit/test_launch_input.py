@@ -1,0 +1,139 @@
+"""Bad input is answered with one clear line that names the key, the value and the remedy, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envclient.base.errors import ConfigError, PreflightError
+from envclient.base.ports import listen
+from megatron_venus import preflight
+from megatron_venus.launch import choose_run_dir, lock_run, resolve
+from megatron_venus.screen import Screen
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples/configs/quickstart.yaml"
+
+
+def config(*overrides: str):
+    return resolve(QUICKSTART, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("rollout.group.sise=4", ["rollout.group.sise", "did you mean", "rollout.group.size"]),
+        ("actor.optimizer.lr=fast", ["actor.optimizer.lr", "fast"]),
+        ("run.steps=2.5", ["run.steps", "2.5"]),
+        ("nonsense", ["nonsense", "key=value"]),
+        ("mode=lern", ["lern", "learn"]),
+    ],
+)
+def test_a_key_that_does_not_parse_is_named(override: str, names: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(override)
+    line = str(raised.value)
+    assert "\n" not in line
+    for name in names:
+        assert name in line
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("rollout.group.size=1", ["rollout.group.size=1", "at least 2"]),
+        ("rollout.group.async_factor=0.5", ["async_factor=0.5", "1.0"]),
+        ("rollout.sampling.top_p=0.9", ["top_p=0.9", "top_p=1.0"]),
+        ("rollout.sampling.temperature=0", ["temperature=0", "above 0"]),
+        ("run.steps=0", ["run.steps=0"]),
+        ("run.name=a/b", ["run.name='a/b'"]),
+        ("rollout.worker.policy=fastest", ["rollout.worker.policy='fastest'", "action"]),
+        ("rollout.worker.kv_tokens=10", ["rollout.worker.kv_tokens=10", "model.context_length"]),
+        ("env.max_sandboxes=3", ["env.max_sandboxes=3", "max_trajectories"]),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(override: str, names: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        preflight.check_values(config(override))
+    for name in names:
+        assert name in str(raised.value)
+
+
+def test_short_keys_and_modes_reach_their_places() -> None:
+    learn = config("mode=learn", "async_factor=1.5", "seed=7")
+    assert (learn.run.steps, learn.rollout.group.async_factor, learn.run.seed) == (30, 1.5, 7)
+    assert config("mode=learn", "steps=3").run.steps == 3
+    assert config().run.steps == 2
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path='/nowhere'.*config.json"):
+        preflight.check_model(config("model.path=/nowhere"))
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+        preflight.check_model(config(f"model.path={tmp_path}"))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 128})
+    )
+    with pytest.raises(ConfigError, match=r"model.context_length=640.*128"):
+        preflight.check_model(config(f"model.path={tmp_path}"))
+
+
+def test_a_missing_program_and_a_full_disk_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PreflightError, match=r"bwrap is missing.*apt-get install bubblewrap"):
+        preflight.check_machine(config(), tmp_path / "run")
+    monkeypatch.undo()
+    monkeypatch.setattr(preflight, "NEEDED_DISK_BYTES", 1 << 60)
+    with pytest.raises(PreflightError, match=r"run.root='runs'.*are free"):
+        preflight.check_machine(config(), tmp_path / "run")
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PreflightError, match=rf"127.0.0.1:{port}.*in use"):
+            listen("127.0.0.1", port)
+
+
+def test_a_factory_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.tasks.factory='examples.no:thing'"):
+        preflight.check_factories(config("rollout.tasks.factory=examples.no:thing"))
+    with pytest.raises(ConfigError, match=r"rollout.agent.args: unknown key 'tols'"):
+        preflight.check_factories(config("+rollout.agent.args.tols=edit".removeprefix("+")))
+
+
+def test_the_program_ends_with_one_line_and_a_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_venus.launch", "--config", str(QUICKSTART)]
+    for arguments in (["no.such=1"], ["model.path=/nowhere"], ["run.steps=-1"]):
+        ended = subprocess.run(
+            [*command, f"run.root={tmp_path}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == 2
+        assert ended.stderr.count("\n") == 1 and ended.stderr.startswith("error: ")
+        assert not list(tmp_path.iterdir()), "a refused run leaves nothing"
+
+
+def test_an_earlier_run_is_never_touched_unless_asked(tmp_path: Path) -> None:
+    fresh = config(f"run.root={tmp_path}")
+    assert choose_run_dir(fresh, Screen()) == (tmp_path / "quickstart", -1)
+    (tmp_path / "quickstart").mkdir()
+    assert choose_run_dir(fresh, Screen()) == (tmp_path / "quickstart-2", -1)
+    (tmp_path / "quickstart-2").mkdir()
+    assert choose_run_dir(config(f"run.root={tmp_path}", "resume=auto"), Screen()) == (tmp_path / "quickstart-2", 0)
+    with pytest.raises(ConfigError, match="does not look like a run"):
+        choose_run_dir(config(f"run.root={tmp_path}", "resume=overwrite"), Screen())
+
+
+def test_one_launcher_a_run_folder(tmp_path: Path) -> None:
+    with lock_run(tmp_path / "r"):
+        again = lock_run(tmp_path / "r")
+        with pytest.raises(PreflightError, match="in use by another launcher"):
+            again.__enter__()

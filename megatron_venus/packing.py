@@ -1,0 +1,116 @@
+"""Sequences of a group become packed micro-batches under a token budget.
+
+Enters: `TrainSequence`s as the coordinator hands them over. Leaves: `PackedBatch`es for the model's forward and the
+loss, called by the gradient stream. A packed batch is the `thd` layout: sequences laid end to end in one row, each with
+positions from 0, so that no padding is computed. Prompt and tool tokens are context only; they never enter the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from envclient.base.errors import InvariantError
+from rollout.types import TrainSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """One micro-batch: T tokens of context, N of them followed by a loss token."""
+
+    input_ids_T: Tensor
+    position_ids_T: Tensor
+    lengths: list[int]
+    """Of each sequence; they sum to T."""
+    rows_N: Tensor
+    """Row of [0, T) whose output predicts the loss token."""
+    targets_N: Tensor
+    """The loss tokens, as sampled."""
+    behaviour_N: Tensor
+    """log μ: the engine's log-probs of the loss tokens."""
+    advantages_N: Tensor
+    """Of each loss token's sequence."""
+
+    def to(self, device: torch.device) -> PackedBatch:
+        return PackedBatch(
+            input_ids_T=self.input_ids_T.to(device),
+            position_ids_T=self.position_ids_T.to(device),
+            lengths=self.lengths,
+            rows_N=self.rows_N.to(device),
+            targets_N=self.targets_N.to(device),
+            behaviour_N=self.behaviour_N.to(device),
+            advantages_N=self.advantages_N.to(device),
+        )
+
+
+def check(sequence: TrainSequence) -> None:
+    """Mask, log-probs and tokens must be of one length, and a response needs a prompt to be predicted from.
+
+    Raises:
+        InvariantError: names the trajectory.
+    """
+    tokens = len(sequence.response_ids)
+    if not tokens == len(sequence.loss_mask) == len(sequence.logprobs):
+        raise InvariantError(
+            f"trajectory {sequence.trajectory_id}: {tokens} response tokens, {len(sequence.loss_mask)} mask entries "
+            f"and {len(sequence.logprobs)} log-probs"
+        )
+    if tokens and not sequence.prompt_ids:
+        raise InvariantError(f"trajectory {sequence.trajectory_id}: empty prompt")
+
+
+def needed_length(sequence: TrainSequence) -> int:
+    """Tokens of context that the loss needs: all before the last loss token; 0 without one."""
+    for place in range(len(sequence.loss_mask) - 1, -1, -1):
+        if sequence.loss_mask[place]:
+            return len(sequence.prompt_ids) + place
+    return 0
+
+
+def pack(sequences: Sequence[TrainSequence], budget_tokens: int) -> list[PackedBatch]:
+    """Micro-batches of at most `budget_tokens` tokens; a longer sequence gets one of its own.
+
+    Sequences without a loss token are left out. Long ones come first: equal lengths then meet, which attention likes.
+    """
+    waiting = [(needed_length(sequence), sequence) for sequence in sequences]
+    waiting = sorted((item for item in waiting if item[0]), key=lambda item: -item[0])
+    batches: list[list[tuple[int, TrainSequence]]] = []
+    room = 0
+    for length, sequence in waiting:
+        if not batches or length > room:
+            batches.append([])
+            room = budget_tokens
+        batches[-1].append((length, sequence))
+        room -= length
+    return [_packed(batch) for batch in batches]
+
+
+def _packed(items: Sequence[tuple[int, TrainSequence]]) -> PackedBatch:
+    ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    targets: list[int] = []
+    behaviour: list[float] = []
+    advantages: list[float] = []
+    for length, sequence in items:
+        start, prompt = len(ids), len(sequence.prompt_ids)
+        ids += (sequence.prompt_ids + sequence.response_ids)[:length]
+        positions += range(length)
+        loss_places = [place for place, in_loss in enumerate(sequence.loss_mask) if in_loss]
+        # The output at a token predicts the next one, hence − 1.
+        rows += [start + prompt + place - 1 for place in loss_places]
+        targets += [sequence.response_ids[place] for place in loss_places]
+        behaviour += [sequence.logprobs[place] for place in loss_places]
+        advantages += [sequence.advantage] * len(loss_places)
+    return PackedBatch(
+        input_ids_T=torch.tensor(ids),
+        position_ids_T=torch.tensor(positions),
+        lengths=[length for length, _ in items],
+        rows_N=torch.tensor(rows),
+        targets_N=torch.tensor(targets),
+        behaviour_N=torch.tensor(behaviour, dtype=torch.float32),
+        advantages_N=torch.tensor(advantages, dtype=torch.float32),
+    )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
 
 
-class DispatcherConfig(Record):
+class DispatcherConfig(Record, frozen=True):
     """What the decisions depend on. Names and meanings are those of `rollout.config`."""
 
     group_size: int = 8
@@ -30,6 +30,8 @@ class DispatcherConfig(Record):
     workers: int = 1
     """Nothing is admitted before so many workers have joined once: else the first one would get every group."""
     max_trajectories: int = 128
+    steps: int = 0
+    """Last optimizer step: no group is admitted that no step would train. 0: no end."""
     abort_grace_s: float = 60.0
     """Seconds that a worker may take to report an aborted trajectory before the run stops with a cause."""
 
@@ -37,7 +39,7 @@ class DispatcherConfig(Record):
         for name in ("group_size", "batch", "max_version_span", "workers", "max_trajectories"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout: {name} is {getattr(self, name)}", "it must be at least 1")
-        for name in ("max_refills", "max_resamples"):
+        for name in ("max_refills", "max_resamples", "steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"rollout: {name} is {getattr(self, name)}", "it must not be negative")
         if not (self.async_factor >= 1.0 and math.isfinite(self.async_factor)):
@@ -52,8 +54,8 @@ class DispatcherConfig(Record):
             )
 
     @classmethod
-    def from_config(cls, rollout: RolloutConfig) -> DispatcherConfig:
-        """Constants of a run. Takes the built `RolloutConfig` (duck-typed, so that this file stays pure).
+    def from_config(cls, rollout: RolloutConfig, *, steps: int) -> DispatcherConfig:
+        """Constants of a run: the built `RolloutConfig` (duck-typed, so that this file stays pure) and `run.steps`.
 
         Raises:
             ConfigError: a value that cannot work, by name.
@@ -74,6 +76,7 @@ class DispatcherConfig(Record):
             normalise_std=rollout.advantage.normalise_std,
             workers=worker.count,
             max_trajectories=worker.max_trajectories,
+            steps=steps,
         )
 
     @property

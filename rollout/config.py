@@ -20,6 +20,8 @@ class RunConfig:
     """Seed of the task order, of training and of the engines' sampling."""
     steps: int = 2
     """Optimizer steps to make."""
+    epochs: int = 0
+    """Times the list of training tasks is gone through; 0: endless. A drained list ends the run before `steps`."""
     mode: str = "default"
     """`default`: short run; `learn`: the config's `learn` overlay (about 30 steps with evaluations)."""
     resume: str = "never"

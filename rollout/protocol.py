@@ -134,6 +134,7 @@ class Status(Record, frozen=True, kw_only=True):
     groups_ready: int
     groups_running: int
     trajectories_done: int
+    """Since the last optimizer step, as `turns_done`."""
     trajectories_running: int
     turns_done: int
     counts: dict[str, int]

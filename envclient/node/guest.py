@@ -29,7 +29,6 @@ import socket
 import stat
 import struct
 import subprocess
-import sys
 import tarfile
 import time
 import traceback
@@ -65,7 +64,10 @@ def serve(applets: dict[str, Applet]) -> NoReturn:
     if ZYGOTE_FD_VARIABLE in os.environ:
         import jail
 
-        jail.zygote(int(os.environ.pop(ZYGOTE_FD_VARIABLE)), lambda sock, workdir: Agent(sock, every, workdir).run())
+        def agent(sock: socket.socket, workdir: str) -> NoReturn:
+            Agent(sock, every, workdir, jail.look_ordinary).run()
+
+        jail.zygote(int(os.environ.pop(ZYGOTE_FD_VARIABLE)), agent)
     if AGENT_FD_VARIABLE in os.environ:
         Agent(socket.socket(fileno=int(os.environ.pop(AGENT_FD_VARIABLE))), every, os.getcwd()).run()
     raise SystemExit("guest.serve: not started by a backend of the environment service")
@@ -118,8 +120,12 @@ class Running:
 class Agent:
     """Pid 1 of a sandbox: one thread, one selector; owns the sandbox's end of the node's socket."""
 
-    def __init__(self, sock: socket.socket, applets: dict[str, Applet], workdir: str) -> None:
+    def __init__(
+        self, sock: socket.socket, applets: dict[str, Applet], workdir: str, on_fork: Callable[[], None] | None = None
+    ) -> None:
         self._sock = sock
+        self._on_fork = on_fork
+        """Called in every applet's process."""
         self._applets = applets
         self._workdir = workdir
         self._buffer = bytearray()
@@ -243,7 +249,8 @@ class Agent:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(output_fd, 3)
             close_from(4)
-            _set_dumpable(True)
+            if self._on_fork is not None:
+                self._on_fork()
             code = applet(argv, stdin, 3)
         except SystemExit as leave:
             code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
@@ -375,8 +382,14 @@ def pack(argv: list[str], _stdin: bytes, stdout_fd: int) -> int:
     """Applet: a tar of the folders argv[1:], members named by the folder's number."""
     with open(stdout_fd, "wb", closefd=False) as out, tarfile.open(fileobj=out, mode="w|") as tar:
         for number, folder in enumerate(argv[1:]):
-            for name in sorted(os.listdir(folder)):
-                tar.add(os.path.join(folder, name), f"{number}/{name}", filter=plain_member)
+            device = os.stat(folder).st_dev
+            for here, folders, files in os.walk(folder):
+                # what the template has bound in below is another device, and in the other sandbox already
+                folders[:] = [name for name in folders if os.lstat(os.path.join(here, name)).st_dev == device]
+                for name in folders + files:
+                    path = os.path.join(here, name)
+                    member = f"{number}/{os.path.relpath(path, folder)}"
+                    tar.add(path, member, recursive=False, filter=plain_member)
     return 0
 
 
@@ -402,13 +415,6 @@ def unpack(argv: list[str], stdin: bytes, _stdout_fd: int) -> int:
 def close_from(first: int) -> None:
     """Close every descriptor from `first` on."""
     os.closerange(first, max(map(int, os.listdir("/proc/self/fd"))) + 1)
-
-
-def _set_dumpable(value: bool) -> None:
-    """An applet's process is an ordinary one: its own /proc/self is readable (changing uid had switched that off)."""
-    jail = sys.modules.get("jail")
-    if jail is not None:
-        jail.set_dumpable(value)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ class WorkerConfig:
 
     count: int = 1
     """Number of workers."""
+    engine: str = "sglang"
+    """`sglang`: a real engine on `model.path`; `scripted`: made-up tokens in the worker's process, for tests."""
     policy: str = "action"
     """Slot policy: `action` (slots are free during tool calls, FCFS turns) or `trajectory` (slots held throughout)."""
     slots: int = 32

@@ -132,6 +132,7 @@ class Status(Record, frozen=True, kw_only=True):
     version: int
     workers: int
     groups_ready: int
+    """Sealed groups, taken by the trainer or not: at most those of the batch being filled and of the next ones."""
     groups_running: int
     trajectories_done: int
     """Since the last optimizer step, as `turns_done`."""

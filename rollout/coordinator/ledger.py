@@ -217,6 +217,8 @@ class Ledger:
     def resume(self, step: int) -> RunStarted:
         """Undo what was consumed after the checkpoint of `step` (0: after the loaded model) and open a new attempt.
 
+        Also the beginning of a fresh run: there is nothing to undo, and the attempt is 0.
+
         Prompts that an undone step trained, that were closed after an undone step (they were judged by samples of
         weights that are lost), or that were in flight, are requeued in the stream's order; their trajectories are
         voided.
@@ -342,7 +344,7 @@ class Ledger:
             "run_id": run_id,
             "seed": key.seed,
             "tasks": key.tasks,
-            "attempt": 0,
+            "attempt": -1,
             "submitted": 0,
             "event": -1,
         }

@@ -165,7 +165,7 @@ class Service:
             steps=self.run.steps,
             version=shell.dispatcher.version,
             workers=len(shell.mailboxes),
-            groups_ready=int(numbers["groups_ready"]),
+            groups_ready=int(numbers["groups_ready"] + numbers["groups_taken"]),
             groups_running=int(numbers["groups_running"]),
             trajectories_done=shell.progress.trajectories,
             trajectories_running=int(numbers["trajectories_running"]),

@@ -38,6 +38,7 @@ from rollout.types import (
     ClosePrompt,
     DeliverGroup,
     DropTrajectories,
+    EvalRequested,
     EventRow,
     FetchPrompts,
     FinishEval,
@@ -204,9 +205,12 @@ class Shell:
         event = row.event
         if isinstance(event, WorkerJoined):
             self.mailboxes[event.worker] = self.joining.pop(event.worker)
+            self.tracker.worker_joined(row.now)
         elif isinstance(event, WorkerLost):
             log.warning("worker %s is lost: %s", event.worker, event.cause)
             self._remove_mailbox(event.worker)
+        elif isinstance(event, EvalRequested):
+            self.tracker.eval_requested(row.now)
         elif isinstance(event, TurnEnded):
             self.progress.turns += 1
         elif isinstance(event, SyncFinished):

@@ -49,12 +49,20 @@ class Tracker:
         self._metrics_file = JsonlWriter(run_dir / "metrics.jsonl")
         self._evals_file = JsonlWriter(run_dir / "evals.jsonl")
         self._pending: dict[str, Any] | None = None
+        self._begun = False
         self._step_start = now
+        self._eval_start: float | None = None
+        self._eval_s = 0.0
         self._reported: dict[int, dict[str, float]] = {}
         self._ended = {status: 0 for status in TrajectoryStatus}
         self._write_summary("running")
 
     # ------------------------------------------------------------------------------------------- what happened
+
+    def worker_joined(self, now: float) -> None:
+        """A worker is there. Until the first trajectory ends, the first step is not said to have begun."""
+        if not self._begun:
+            self._step_start = now
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """The actor's own numbers of `step`, before its StepFinished is handled."""
@@ -63,6 +71,7 @@ class Tracker:
 
     def trajectory_ended(self, event: TrajectoryEnded) -> None:
         """A training trajectory was reported."""
+        self._begun = True
         self._ended[event.status] += 1
 
     def step_finished(self, step: int, skipped: bool, groups: Sequence[SealedGroup], now: float) -> None:
@@ -87,9 +96,11 @@ class Tracker:
             "groups/trained": identity.counts[PromptStatus.ACCEPTED.value],
             **{f"groups/{s.value}": identity.counts[s.value] for s in _UNTRAINED},
             "sync/seconds": None,
+            "time/eval_s": self._eval_s,
             "time/rollout_s": max(0.0, sealed_at - self._step_start),
         }
         self._ended = {status: 0 for status in TrajectoryStatus}
+        self._eval_s = 0.0
         self._measure(now)
 
     def sync_finished(self, version: int, seconds: dict[str, float], now: float) -> None:
@@ -103,6 +114,11 @@ class Tracker:
                 self.flush()
         self._step_start = now
 
+    def eval_requested(self, now: float) -> None:
+        """An evaluation begins. Its time is part of the step that is being made meanwhile, and told in its row."""
+        self._begun = True
+        self._eval_start = now
+
     def evaluated(self, row: dict[str, Any], now: float) -> None:
         """An evaluation ended; `row` is its row of evals.jsonl."""
         self.evaluations.append(row)
@@ -113,7 +129,9 @@ class Tracker:
             self.flush()
         elif self._wandb is not None:
             self._wandb.log({"eval/pass": row["pass"], "eval/standard_error": row["standard_error"]}, row["version"])
-        self._step_start = now
+        if self._eval_start is not None:
+            self._eval_s += now - self._eval_start
+            self._eval_start = None
         self._write_summary("running")
 
     def flush(self) -> None:

@@ -236,6 +236,6 @@ def engine_tensors(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def checksum(tensor: Tensor) -> str:
-    """blake2b of the tensor's contiguous raw bytes, in hex; equal in actor, engine and manifest."""
+    """blake2b (32 bytes) of the tensor's contiguous raw bytes, in hex; equal in actor, engine and manifest."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(memoryview(raw)).hexdigest()
+    return hashlib.blake2b(memoryview(raw), digest_size=32).hexdigest()

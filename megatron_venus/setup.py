@@ -1,0 +1,97 @@
+"""From config and checkpoint to the parts that the training loop moves. Called once by `train` on every replica."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envclient.base.errors import ConfigError
+from megatron_venus.adapters import cpu
+from megatron_venus.checkpoint_index import Checkpoint
+from megatron_venus.config import VenusConfig
+
+if TYPE_CHECKING:
+    from megatron_venus.grad_stream import GradientStream
+    from megatron_venus.weight_sync import WeightSync
+
+log = logging.getLogger("venus.setup")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What the loop needs besides the coordinator."""
+
+    replica: int
+    stream: GradientStream
+    sync: WeightSync
+    save: Callable[[int], None]
+    """Write the checkpoint of this step; every replica calls it."""
+
+
+def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | None) -> Parts:
+    """Join the other replicas, build the model and load weights: the run's model, or all that `resume` holds."""
+    if config.actor.loss.aggregation != "token-mean":
+        raise ConfigError(f"actor.loss.aggregation={config.actor.loss.aggregation!r} is not known", "use token-mean")
+    # Megatron warns of every accelerator library that is not there; on a CPU machine that is all of them.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    if "GLOO_SOCKET_IFNAME" not in os.environ and os.environ.get("MASTER_ADDR", "").startswith(("127.", "localhost")):
+        _use_loopback_if_nameless()
+    cpu.install()
+
+    from megatron_venus import checkpoint, hf_folder, weight_map
+    from megatron_venus.adapters.megatron import Actor, join_process_group
+    from megatron_venus.grad_stream import GradientStream
+    from megatron_venus.weight_sync import WeightSync
+
+    join_process_group()
+    model, actor_config = config.model, config.actor
+    source = Path(model.path)
+    arch = weight_map.read_architecture(source)
+    if model.context_length > arch.max_positions:
+        raise ConfigError(
+            f"model.context_length={model.context_length} exceeds the model's {arch.max_positions} positions",
+            "lower it",
+        )
+    weights = hf_folder.read_weights(source)
+    actor = Actor(arch, weights, actor_config.optimizer, dtype=model.dtype, seed=config.run.seed)
+    nonfinite_steps = checkpoint.load(resume, actor) if resume else 0
+    if resume:
+        log.info("resumed from the checkpoint of step %d", resume.step)
+    stream = GradientStream(
+        actor,
+        actor_config.loss,
+        actor_config.optimizer,
+        temperature=config.rollout.sampling.temperature,
+        micro_batch_tokens=actor_config.micro_batch_tokens,
+        skip_zero_advantage=actor_config.skip_zero_advantage,
+        nonfinite_steps=nonfinite_steps,
+    )
+
+    def save(step: int) -> None:
+        keep = actor_config.keep_checkpoints
+        checkpoint.save(run_dir, step, actor, stream.nonfinite_steps, hf_source=source, keep=keep)
+
+    sync = WeightSync(actor.hf_tensors, actor_config.sync, token)
+    return Parts(replica=actor.replica, stream=stream, sync=sync, save=save)
+
+
+def _use_loopback_if_nameless() -> None:
+    """Gloo binds to the address of the host's name; a name that resolves to nothing would stop a local run."""
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+def leave() -> None:
+    """Wait for the other replicas, then leave the process group."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,96 @@
+"""THE training loop: pull groups, add their gradients, step, send the weights, again.
+
+Started by the launcher under torchrun, one process a replica: `python -m megatron_venus.train --run-dir DIR
+--coordinator URL --resume-step S`. Every replica pulls groups at its own pace; rank 0 alone speaks for the actor.
+Weight version s is the one that optimizer step s made. A kill at any moment is safe: the last manifest is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envclient.base import configs
+from envclient.base.errors import PreflightError, main_guard
+from envclient.base.processes import die_with_parent, log_to_stderr
+from envclient.base.wire import token_from_environment
+from megatron_venus import setup
+from megatron_venus.checkpoint_index import Checkpoint, checkpoint_dir, read_checkpoint
+from megatron_venus.config import VenusConfig
+from megatron_venus.coordinator_link import CoordinatorLink
+from rollout.types import BatchClosed, BatchCounts
+
+if TYPE_CHECKING:
+    from megatron_venus.grad_stream import GradientStream
+
+
+def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoint | None) -> None:
+    """Make optimizer steps until `run.steps`, or until the tasks are used up."""
+    run, token = config.run, token_from_environment()
+    parts = setup.build(config, run_dir, token, resume)
+    link = CoordinatorLink(coordinator, token, parts.replica, config.actor)
+    leader = parts.replica == 0
+    made = saved = resume.step if resume else 0
+    if leader and run.eval_before and made == 0:
+        link.evaluate("before", 0)
+    while made < run.steps:
+        step, seconds = made + 1, {"time/wait_s": 0.0, "time/train_s": 0.0}
+        counts = add_groups(step, link, parts.stream, seconds)
+        if counts.groups == 0:
+            break
+        started = time.monotonic()
+        result = parts.stream.finish(step, counts)
+        seconds["time/train_s"] += time.monotonic() - started
+        if leader:
+            link.report_step(step, skipped=result.skipped, counts=counts, metrics=result.metrics | seconds)
+            link.end_sync(step, parts.sync.send(step, link.begin_sync(step)))
+        made = step
+        if run.checkpoint_every and step % run.checkpoint_every == 0:
+            parts.save(step)
+            saved = step
+        if leader and run.eval_every and step % run.eval_every == 0 and step < run.steps:
+            link.evaluate(f"step{step:06d}", step)
+    if made > saved:
+        parts.save(made)
+    if leader and run.eval_after:
+        link.evaluate("after", made)
+    parts.sync.close()
+    setup.leave()
+
+
+def add_groups(step: int, link: CoordinatorLink, stream: GradientStream, seconds: dict[str, float]) -> BatchCounts:
+    """Stream this replica's share of the batch into the gradient, until the coordinator closes it."""
+    while True:
+        started = time.monotonic()
+        group = link.next_group(step)
+        arrived = time.monotonic()
+        seconds["time/wait_s"] += arrived - started
+        if isinstance(group, BatchClosed):
+            return group.counts
+        link.acknowledge(group, stream.add(group))
+        seconds["time/train_s"] += time.monotonic() - arrived
+
+
+def main() -> None:
+    die_with_parent()
+    log_to_stderr("actor")
+    parser = argparse.ArgumentParser(prog="megatron_venus.train")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--resume-step", type=int, required=True)
+    args = parser.parse_args()
+    path = args.run_dir / "config.yaml"
+    config = configs.build(VenusConfig, [(str(path), configs.read_yaml(path))])
+    resume = None
+    if args.resume_step > 0:
+        folder = checkpoint_dir(args.run_dir, args.resume_step)
+        resume = read_checkpoint(folder)
+        if resume is None:
+            raise PreflightError(f"{folder} is not a complete checkpoint", "start with resume=auto, which picks one")
+    train(config, args.run_dir, args.coordinator, resume)
+
+
+if __name__ == "__main__":
+    main_guard(main)

@@ -1,0 +1,217 @@
+"""What the numerics tests share: a tiny Qwen3 folder, groups of random trajectories, and the plain reference.
+
+Run as a module under torchrun it is one replica of a streamed batch: `python -m tests.numerics.kit CASES OUT`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_venus.adapters import cpu
+from megatron_venus.config import LossConfig, OptimizerConfig
+from rollout.types import BatchCounts, Record, TrainGroup, TrainSequence, VersionSpan
+
+VOCABULARY = 96
+
+
+def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """A random Qwen3 with norms away from 1 (a mix-up shows) and logits that are not flat."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=256,
+            rms_norm_eps=1e-6,
+            rope_theta=10000.0,
+            tie_word_embeddings=tied,
+            attention_bias=False,
+            use_sliding_window=False,
+        )
+    )
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" in name:
+                param.add_(0.1 * torch.randn_like(param))
+            else:
+                param.mul_(5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_groups(count: int, *, size: int = 4, step: int = 1, seed: int = 0) -> list[TrainGroup]:
+    """Ragged multi-turn trajectories: generated runs and tool outputs in turn, one member per group of advantage 0."""
+    random = torch.Generator().manual_seed(seed)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=random))
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(0, VOCABULARY, (n,), generator=random).tolist()
+
+    groups = []
+    for index in range(count):
+        prompt = tokens(integer(3, 20))
+        members = []
+        for member in range(size):
+            mask: list[int] = []
+            for _ in range(integer(1, 4)):
+                mask += [1] * integer(1, 9) + [0] * integer(0, 7)
+            advantage = 0.0 if member == 0 else float(torch.randn((), generator=random))
+            members.append(
+                TrainSequence(
+                    trajectory_id=f"p{index:06d}.0.{member}.0",
+                    prompt_ids=prompt,
+                    response_ids=tokens(len(mask)),
+                    loss_mask=mask,
+                    logprobs=[-4.5 * bit for bit in mask],
+                    spans=[VersionSpan(start=0, end=len(mask), version=max(0, step - 1 - index % 2))],
+                    advantage=advantage,
+                    reward=0.0,
+                )
+            )
+        group_id = f"p{index:06d}.0"
+        groups.append(
+            TrainGroup(group_id=group_id, prompt_id=f"p{index:06d}", task_id="t", step=step, sequences=members)
+        )
+    return groups
+
+
+def counts_of(groups: Sequence[TrainGroup]) -> BatchCounts:
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    return BatchCounts(
+        groups=len(groups), sequences=len(sequences), tokens=sum(sum(sequence.loss_mask) for sequence in sequences)
+    )
+
+
+def start_megatron() -> Any:
+    """Megatron in this process, as the only replica or under torchrun; returns its actor module."""
+    cpu.install()
+    from megatron_venus.adapters import megatron
+
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    megatron.join_process_group()
+    return megatron
+
+
+def make_actor(folder: Path, optimizer: OptimizerConfig | None = None, *, dtype: str = "float32") -> Any:
+    megatron = start_megatron()
+    from megatron_venus import hf_folder, weight_map
+
+    arch = weight_map.read_architecture(folder)
+    return megatron.Actor(arch, hf_folder.read_weights(folder), optimizer or OptimizerConfig(), dtype=dtype, seed=0)
+
+
+def make_stream(actor: Any, **options: Any) -> Any:
+    from megatron_venus.grad_stream import GradientStream
+
+    settings = {"temperature": 1.0, "micro_batch_tokens": 4096, "skip_zero_advantage": True} | options
+    optimizer = settings.pop("optimizer", OptimizerConfig())
+    return GradientStream(actor, LossConfig(), optimizer, **settings)
+
+
+def capture_gradient(actor: Any) -> dict[str, Tensor]:
+    """Fills the returned dict with the whole reduced gradient, under Hugging Face's names, at the next `finish`."""
+    captured: dict[str, Tensor] = {}
+    check = actor.gradient_is_finite
+
+    def capture() -> bool:
+        for buffer in actor.ddp.buffers:
+            for bucket in buffer.buckets:
+                # The distributed optimizer leaves a replica only its own part: put the parts together.
+                part = bucket.grad_data.chunk(actor.replicas)[actor.replica].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, part)
+        captured.update({name: grad.clone() for name, grad in actor.hf_tensors(lambda param: param.main_grad)})
+        return check()
+
+    actor.gradient_is_finite = capture
+    return captured
+
+
+def reference_model(folder: Path) -> Any:
+    """Plain transformers with the folder's weights.
+
+    Not by `from_pretrained`: beside an initialised process group transformers 5.12 leaves the rotary frequencies
+    uninitialised.
+    """
+    from transformers import AutoConfig, Qwen3ForCausalLM
+
+    from megatron_venus.hf_folder import read_weights
+
+    model = Qwen3ForCausalLM(AutoConfig.from_pretrained(folder))
+    missing = model.load_state_dict(read_weights(folder), strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
+    return model
+
+
+def reference_log_probs(model: Any, sequence: TrainSequence, temperature: float = 1.0) -> Tensor:
+    """log π of the loss tokens by plain transformers, one sequence at a time."""
+    ids = torch.tensor([sequence.prompt_ids + sequence.response_ids])
+    log_p = torch.log_softmax(model(ids).logits[0, :-1].float() / temperature, -1)
+    chosen = log_p.gather(-1, ids[0, 1:, None]).squeeze(-1)[len(sequence.prompt_ids) - 1 :]
+    return chosen[torch.tensor(sequence.loss_mask, dtype=torch.bool)]
+
+
+def reference_gradient(folder: Path, groups: Sequence[TrainGroup], temperature: float = 1.0) -> Any:
+    """The model with the whole batch's token-mean gradient in its parameters."""
+    model = reference_model(folder)
+    tokens = counts_of(groups).tokens
+    for group in groups:
+        for sequence in group.sequences:
+            log_pi = reference_log_probs(model, sequence, temperature)
+            ratio = (log_pi - log_pi.detach()).exp()
+            (-(ratio * sequence.advantage).sum() / tokens).backward()
+    return model
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    return float((ours - reference).norm() / reference.norm())
+
+
+class Case(Record):
+    """A batch for two replicas: replica 0 takes the groups named by `first`, in that order, replica 1 the rest."""
+
+    folder: str
+    groups: list[TrainGroup]
+    first: list[int]
+    micro_batch_tokens: int
+
+
+def replica(cases: Path, out: Path) -> None:
+    results = []
+    for case in msgspec.msgpack.decode(cases.read_bytes(), type=list[Case]):
+        actor = make_actor(Path(case.folder))
+        stream = make_stream(actor, micro_batch_tokens=case.micro_batch_tokens)
+        gradient = capture_gradient(actor)
+        rest = [index for index in range(len(case.groups)) if index not in case.first]
+        for index in case.first if actor.replica == 0 else reversed(rest):
+            stream.add(case.groups[index])
+        result = stream.finish(1, counts_of(case.groups))
+        weights = {name: tensor.clone() for name, tensor in actor.hf_tensors()}
+        results.append({"gradient": gradient, "weights": weights, "metrics": result.metrics})
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    replica(Path(sys.argv[1]), Path(sys.argv[2]))

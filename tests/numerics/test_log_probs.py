@@ -1,0 +1,76 @@
+"""Log-probs, entropy and metrics of packed batches against plain transformers; chunks change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_venus import loss, packing
+from tests.numerics import kit
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_rows", [10_000, 7])
+def test_equal_hugging_face(
+    tied: bool,
+    temperature: float,
+    chunk_rows: int,
+    tied_model: Path,
+    untied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_rows * kit.VOCABULARY)
+    folder = tied_model if tied else untied_model
+    actor = kit.make_actor(folder)
+    model = kit.reference_model(folder)
+    sequences = [sequence for group in kit.make_groups(3) for sequence in group.sequences]
+    seen = 0
+    for batch in packing.pack(sequences, 100):
+        log_pi, entropy = loss.token_log_probs(
+            actor.output_rows(batch), batch.targets_N, actor.model.logits_of, kit.VOCABULARY, temperature
+        )
+        assert log_pi.shape == entropy.shape == batch.targets_N.shape
+        ordered = sorted(sequences, key=lambda sequence: -packing.needed_length(sequence))
+        mine = ordered[seen : seen + len(batch.lengths)]
+        reference = torch.cat([kit.reference_log_probs(model, sequence, temperature) for sequence in mine])
+        assert (log_pi - reference).abs().max().item() <= 1e-5
+        seen += len(batch.lengths)
+    assert seen == len(sequences)
+
+
+def test_metrics(tied_model: Path) -> None:
+    """The gap and the k3 estimate are those of the forwarded loss tokens; versions give span and staleness."""
+    groups = kit.make_groups(3, step=4)
+    stream = kit.make_stream(kit.make_actor(tied_model))
+    for group in groups:
+        stream.add(group)
+    metrics = stream.finish(4, kit.counts_of(groups)).metrics
+    model = kit.reference_model(tied_model)
+    trained = [sequence for group in groups for sequence in group.sequences if sequence.advantage]
+    with torch.no_grad():
+        log_pi = torch.cat([kit.reference_log_probs(model, sequence) for sequence in trained])
+    difference = log_pi + 4.5
+    assert metrics["logprob_gap/mean_abs"] == pytest.approx(difference.abs().mean().item(), rel=1e-4)
+    assert metrics["logprob_gap/max"] == pytest.approx(difference.abs().max().item(), rel=1e-4)
+    assert metrics["kl"] == pytest.approx((difference.exp() - 1 - difference).mean().item(), rel=1e-4)
+    weights = torch.tensor([s.advantage for s in trained for bit in s.loss_mask if bit])
+    assert metrics["loss"] == pytest.approx((-weights.sum() / kit.counts_of(groups).tokens).item(), rel=1e-4)
+    assert metrics["clip_frac"] == 0.0
+    assert metrics["staleness/span_max"] == 1
+    assert metrics["staleness/max"] == 1
+    assert metrics["tokens/forwarded"] == len(log_pi) < metrics["tokens/trained"]
+
+
+def test_clip_binds_beyond_one_update() -> None:
+    """With π ≠ π_old the objective is flat above 1 + ε_high for A > 0 and below 1 − ε_low for A < 0, only there."""
+    log_pi = torch.tensor([0.5, -0.5, 0.5, -0.5, 0.1], requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])
+    losses, clipped = loss.clipped_objective(log_pi, torch.zeros(5), advantages, 0.2, 0.28)
+    losses.sum().backward()
+    assert clipped.tolist() == [True, False, False, True, False]
+    assert log_pi.grad is not None
+    assert log_pi.grad.tolist() == pytest.approx([0.0, -0.6065, 1.6487, 0.0, -1.1052], abs=1e-4)
+    assert losses.tolist() == pytest.approx([-1.28, -0.6065, 1.6487, 0.8, -1.1052], abs=1e-4)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -30,25 +31,37 @@ GRACE_S = 3
 
 
 class Server(uvicorn.Server):
-    """uvicorn raises a captured SIGTERM again once it has stopped, which would skip the backend's close."""
+    """uvicorn, but SIGTERM ends the sandboxes first: commands on their way are answered, then connections close."""
+
+    def __init__(self, config: uvicorn.Config, service: EnvService) -> None:
+        super().__init__(config)
+        self._service = service
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
+        # uvicorn's own version raises the signal again at the end, which would end the process there and then.
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.handle_exit, signum, None)
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._service.close()
+        await super().shutdown(sockets)
 
-async def serve(config: EnvConfig, fd: int, token: str) -> None:
-    """Serve on the listening socket `fd` until a signal says stop."""
+
+async def serve(config: EnvConfig, listening: socket.socket, token: str) -> None:
+    """Serve on `listening` until a signal says stop."""
     book = LeaseBook(capacity=config.max_sandboxes, wait_s=config.lease_wait_s, prefix=f"{secrets.token_hex(4)}-")
     async with EnvService(ProcessBackend(), book, time.monotonic) as service:
-        app = make_service(service, token)
         settings = uvicorn.Config(
-            app, fd=fd, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S
+            make_service(service, token),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=GRACE_S,
         )
-        await Server(settings).serve()
+        await Server(settings, service).serve(sockets=[listening])
 
 
 def main() -> int:
@@ -62,7 +75,9 @@ def main() -> int:
     if config.backend != "process":
         raise ConfigError(f"env.backend is {config.backend!r}", "known: process")
     preflight()
-    asyncio.run(serve(config, args.fd, token_from_environment()))
+    # As a socket and not by uvicorn's `fd`, which takes it for AF_UNIX and so leaves Nagle's 40 ms in every reply.
+    with socket.socket(fileno=args.fd) as listening:
+        asyncio.run(serve(config, listening, token_from_environment()))
     return 0
 
 

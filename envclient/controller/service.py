@@ -57,6 +57,10 @@ class EnvService:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End every sandbox; whoever waits for one or for its answer is refused. Idempotent."""
         self._closing = True
         for task in list(self._tasks):
             task.cancel()
@@ -64,7 +68,12 @@ class EnvService:
         await self._backend.close()
         for askers in self._askers.values():
             for asker in askers:
-                asker.cancel()
+                if not asker.done():
+                    asker.set_exception(VenusError("the environment service is closing"))
+        self._askers.clear()
+        for gone in self._destroyed.values():
+            gone.set_result(None)
+        self._destroyed.clear()
 
     # --------------------------------------------------------------------------------------------- what clients ask
 
@@ -194,7 +203,9 @@ class EnvService:
         if command.cause != "released":
             log.warning("lease %s ends: %s", command.lease_id, command.cause)
         await self._backend.destroy(command.lease_id)
-        self._destroyed.pop(command.lease_id).set_result(None)
+        gone = self._destroyed.pop(command.lease_id, None)
+        if gone is not None:
+            gone.set_result(None)
         self._apply(self._book.destroyed(command.lease_id))
 
     async def _reap(self) -> None:

@@ -261,6 +261,8 @@ class Agent:
             os._exit(code & 0xFF)
 
     def _take_output(self, run: Running) -> None:
+        if self._running.get(run.pid) is not run:
+            return  # ended in this very round of the selector
         if not run.take():
             self._selector.unregister(run.output_fd)
 

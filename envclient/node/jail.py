@@ -147,7 +147,7 @@ def _report_ended(control: socket.socket, sandboxes: dict[int, str]) -> None:
 
 
 def _become_sandbox(agent_fd: int, request: dict[str, Any], filter_program: syscalls.Program, serve: Serve) -> NoReturn:
-    """In the fork: shut every door, then serve. A step that fails is told to the node as the agent's first frame."""
+    """In the fork: shut every door, then serve. What fails is told to the node in a frame with id 0."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -155,12 +155,11 @@ def _become_sandbox(agent_fd: int, request: dict[str, Any], filter_program: sysc
         try:
             _enter(request)
             _drop(request, filter_program)
+            serve(sock, request["workdir"])
         except Exception as error:
-            sock.sendall(guest.frame({"id": 0, "ready": False, "error": str(error)}))
-            os._exit(1)
-        serve(sock, request["workdir"])
-    except BaseException:
-        traceback.print_exc()
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{error!r} in {place.name}, line {place.lineno}"
+            sock.sendall(guest.frame({"id": 0, "ready": False, "error": reason}))
     finally:
         os._exit(1)
 

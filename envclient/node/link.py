@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import struct
 from typing import Any
@@ -17,7 +18,7 @@ from envclient.base.errors import VenusError
 
 FRAME = struct.Struct(">II")
 MAX_HEADER_BYTES = 1 << 16
-READ_BYTES = 1 << 18
+log = logging.getLogger("venus.node")
 
 
 class GuestLink(asyncio.Protocol):
@@ -116,6 +117,8 @@ class GuestLink(asyncio.Protocol):
             del self._buffer[:end]
             if future is not None and not future.done():
                 future.set_result((header, payload))
+            elif header["id"] == 0:
+                log.error("sandbox %s: its guest agent failed: %s", self._sandbox, header.get("error"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.close("the sandbox has ended")

@@ -69,6 +69,7 @@ class ProcessBackend:
         self._containers: dict[str, Container] = {}
         self._starting: dict[str, asyncio.Lock] = {}
         self._sandboxes: dict[str, _Sandbox] = {}
+        self._closed = False
         self._free_uids = list(range(UID_BASE, UID_BASE + UIDS)) if self._root else []
 
     async def prepare(self, template: Template) -> None:
@@ -102,6 +103,9 @@ class ProcessBackend:
             container = self._containers.get(name)
             if container is None or not container.alive:
                 container = self._containers[name] = await Container.start(template, root=self._root)
+            if self._closed:
+                await container.close()
+                raise VenusError("the sandbox backend is closed")
             return container
 
     async def create(self, template: str, sandbox: str) -> None:
@@ -170,6 +174,7 @@ class ProcessBackend:
             heapq.heappush(self._free_uids, found.uid)
 
     async def close(self) -> None:
+        self._closed = True
         for sandbox in self._sandboxes.values():
             sandbox.link.close("the service is closing")
         self._sandboxes.clear()

@@ -1,0 +1,491 @@
+"""An adversarial world around the dispatcher: workers, an actor with replicas and a prompt source, all under control of
+the test, that check every command against what they know themselves.
+
+Reports of a worker travel in order, but arrive when the test says so: ends and aborts cross on the way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rollout.dispatcher import Dispatcher, DispatcherConfig
+from rollout.types import (
+    AbortTrajectory,
+    AnyCommand,
+    AnyEvent,
+    Capabilities,
+    CloseBatch,
+    ClosePrompt,
+    DeliverGroup,
+    DropTrajectories,
+    EvalRequested,
+    FetchPrompts,
+    FinishEval,
+    GrantSync,
+    GroupAcknowledged,
+    GroupRequested,
+    PauseWorker,
+    PromptStatus,
+    PromptSubmitted,
+    Purpose,
+    ResumeWorker,
+    RunStarted,
+    SealGroup,
+    SetClass,
+    SourceExhausted,
+    StartTrajectory,
+    StepFinished,
+    StopRun,
+    SyncFinished,
+    SyncRequested,
+    Tick,
+    TrajectoryEnded,
+    TrajectoryStatus,
+    TurnEnded,
+    WeightsAcknowledged,
+    WorkerJoined,
+    WorkerLost,
+    WorkerPaused,
+)
+
+SCORED = (TrajectoryStatus.FINISHED, TrajectoryStatus.TRUNCATED)
+
+
+@dataclass
+class Episode:
+    trajectory_id: str
+    group_id: str
+    purpose: Purpose
+    first: int = -1
+    last: int = -1
+    tokens: int = 0
+    abort: TrajectoryStatus | None = None
+
+
+@dataclass
+class Worker:
+    name: str
+    version: int
+    priority: bool
+    paused: bool = False
+    open: dict[str, Episode] = field(default_factory=dict)
+    outbox: deque[AnyEvent] = field(default_factory=deque)
+
+
+@dataclass
+class Replica:
+    waiting: bool = False
+    group: str = ""
+    closed: bool = False
+
+
+class World:
+    def __init__(
+        self,
+        config: DispatcherConfig,
+        *,
+        replicas: int = 1,
+        prompts: int | None = None,
+        requeued: int = 0,
+        resume_step: int = 0,
+        priority: bool = False,
+    ) -> None:
+        self.config = config
+        self.dispatcher = Dispatcher(config)
+        self.now = 0.0
+        self.log: list[tuple[AnyEvent, float, list[AnyCommand]]] = []
+        self.prompts_left = prompts
+        self.position = requeued
+        self.fetch = 0
+        self.exhausted = False
+        self.workers: dict[str, Worker] = {}
+        self.departed: deque[AnyEvent] = deque()
+        """Late reports of lost workers."""
+        self.joined = 0
+        self.priority = priority
+        self.replicas = [Replica() for _ in range(replicas)]
+        self.version = resume_step
+        self.step = resume_step + 1
+        self.phase = "train"
+        """Of the actor: train, sync_due, sync_asked, broadcast, acknowledging."""
+        self.unacknowledged: set[str] = set()
+        """Workers that were told to resume."""
+        self.acked: list[tuple[str, int]] = []
+        self.steps_done = 0
+        self.started: set[str] = set()
+        self.group_of: dict[str, str] = {}
+        self.reported: dict[str, TrajectoryEnded] = {}
+        """Tokens that the shell keeps."""
+        self.sealed: dict[str, list[str]] = {}
+        self.step_of_group: dict[str, int] = {}
+        self.in_flight: set[str] = set()
+        self.consumed: dict[str, int] = {}
+        self.submitted: dict[str, PromptStatus] = {}
+        self.running_evals: set[str] = set()
+        self.evals = 0
+        self.classes: dict[str, object] = {}
+        self.discards = 0
+        self.promised_no_discards = False
+        self.stop_cause: str | None = None
+        self.broken = False
+        """A check has failed: nothing more is asked of this world."""
+        names = [(f"p{i:06d}", f"t{i}") for i in range(requeued)]
+        self.submitted.update((prompt_id, PromptStatus.RUNNING) for prompt_id, _ in names)
+        self.send(RunStarted(version=resume_step, requeued=names, next_attempt=int(resume_step > 0)))
+
+    # ------------------------------------------------------------------------------------------ events and checks
+
+    def send(self, event: AnyEvent) -> None:
+        if isinstance(event, TrajectoryEnded):
+            self.reported.setdefault(event.trajectory_id, event)
+        self.broken = True
+        commands = self.dispatcher.handle(event, self.now)
+        self.log.append((event, self.now, commands))
+        for command in commands:
+            self.obey(command)
+        self.dispatcher.audit()
+        counts = dict.fromkeys(PromptStatus, 0)
+        for status in self.submitted.values():
+            counts[status] += 1
+        if not self.stop_cause:
+            expected = {status.value: number for status, number in counts.items()} | {"submitted": len(self.submitted)}
+            assert self.dispatcher.counts() == expected
+            holding = self.in_flight | self.consumed.keys()
+            assert len(holding) <= self.config.gate_groups, "more groups in flight than the gate allows"
+        self.broken = False
+
+    def obey(self, command: AnyCommand) -> None:
+        assert not self.stop_cause, f"{command} after the end"
+        match command:
+            case FetchPrompts(count=count):
+                assert count > 0 and not self.exhausted
+                self.fetch += count
+            case StartTrajectory():
+                self.start(command)
+            case AbortTrajectory(worker=name, trajectory_id=trajectory, status=status):
+                assert trajectory in self.started
+                if status is TrajectoryStatus.DISCARDED:
+                    self.discards += 1
+                    assert not self.promised_no_discards
+                episode = self.workers[name].open.get(trajectory)
+                if episode is not None:
+                    assert episode.abort is None, "aborted twice"
+                    episode.abort = status
+            case SetClass(worker=name, trajectory_id=trajectory, priority=priority):
+                assert self.priority and trajectory in self.started
+                assert self.classes[trajectory] is not priority, "the class did not change"
+                self.classes[trajectory] = priority
+                assert name in self.workers
+            case SealGroup():
+                self.seal(command)
+            case ClosePrompt():
+                self.close(command)
+            case DropTrajectories(trajectory_ids=trajectories):
+                for trajectory in trajectories:
+                    group = self.group_of.get(trajectory, "")
+                    assert group not in self.in_flight or trajectory not in self.sealed.get(group, []), (
+                        "tokens of a sealed group were dropped"
+                    )
+                    self.reported.pop(trajectory, None)
+            case DeliverGroup(step=step, replica=replica, group_id=group):
+                assert step == self.step and group in self.sealed
+                assert self.step_of_group.setdefault(group, step) == step, "a group in two steps"
+                others = [r.group for i, r in enumerate(self.replicas) if i != replica]
+                assert group not in others and group not in dict(self.acked), "a group was handed out twice"
+                if self.replicas[replica].waiting:
+                    self.replicas[replica].waiting = False
+                    self.replicas[replica].group = group
+            case CloseBatch(step=step, replica=replica, counts=counts):
+                if step == self.step and self.replicas[replica].waiting:
+                    members = [m for group, _ in self.acked for m in self.sealed[group]]
+                    assert counts.groups == len(self.acked) <= self.config.batch
+                    assert counts.sequences == len(members)
+                    assert counts.tokens == sum(self.reported[m].generated_tokens for m in members)
+                    assert counts.groups == self.config.batch or self.exhausted
+                    self.replicas[replica].waiting = False
+                    self.replicas[replica].closed = True
+            case PauseWorker(worker=name):
+                assert not self.running_evals, "paused during an evaluation"
+                assert self.phase == "sync_asked"
+                self.workers[name].paused = True
+                self.workers[name].outbox.append(WorkerPaused(worker=name, version=command.version))
+            case GrantSync(version=version, workers=names):
+                assert version == self.step - 1 and self.phase in ("sync_asked", "broadcast")
+                assert names and all(self.workers[name].paused for name in names)
+                self.phase = "broadcast"
+            case ResumeWorker(worker=name, version=version):
+                worker = self.workers[name]
+                assert worker.paused and version == self.step - 1
+                worker.paused = False
+                worker.version = version
+                self.unacknowledged.add(name)
+                worker.outbox.append(WeightsAcknowledged(worker=name, version=version))
+            case FinishEval(eval_id=eval_id, version=version, trajectory_ids=trajectories):
+                if eval_id in self.running_evals:
+                    self.running_evals.discard(eval_id)
+                    for trajectory in trajectories:
+                        event = self.reported.pop(trajectory)
+                        assert event.status not in SCORED or event.first_version in (-1, version)
+                        assert event.status not in SCORED or event.last_version in (-1, version)
+            case StopRun(cause=cause):
+                self.stop_cause = cause
+
+    def start(self, command: StartTrajectory) -> None:
+        worker = self.workers[command.worker]
+        assert command.trajectory_id not in self.started, "started twice"
+        assert not worker.paused and worker.version == self.dispatcher.version
+        reports = sum(isinstance(event, TrajectoryEnded) for event in worker.outbox)
+        assert len(worker.open) + reports < self.config.max_trajectories
+        episode = Episode(command.trajectory_id, command.group_id, command.purpose)
+        worker.open[command.trajectory_id] = episode
+        self.started.add(command.trajectory_id)
+        self.group_of[command.trajectory_id] = command.group_id
+        self.classes[command.trajectory_id] = command.priority
+        if command.purpose is Purpose.TRAIN:
+            assert self.phase in ("train", "sync_due"), "a training trajectory was started during a sync"
+            self.in_flight.add(command.group_id)
+            prompt_id, attempt = command.group_id.rsplit(".", 1)
+            assert self.submitted[prompt_id] is PromptStatus.RUNNING and int(attempt) >= 0
+        else:
+            self.running_evals.add(command.group_id)
+
+    def seal(self, command: SealGroup) -> None:
+        assert command.group_id not in self.sealed
+        assert len(command.members) == len(command.advantages) == len(set(command.members))
+        wanted = self.config.group_size
+        assert len(command.members) == wanted or (self.config.on_lost_member == "shrink" and len(command.members) >= 2)
+        assert abs(sum(command.advantages)) < 1e-6
+        for member in command.members:
+            event = self.reported[member]
+            assert self.group_of[member] == command.group_id and event.status in SCORED
+            assert event.first_version < 0 or event.last_version - event.first_version < self.config.max_version_span
+        self.sealed[command.group_id] = command.members
+
+    def close(self, command: ClosePrompt) -> None:
+        assert self.submitted[command.prompt_id] is PromptStatus.RUNNING, "closed twice"
+        self.submitted[command.prompt_id] = command.status
+        self.in_flight.discard(command.group_id)
+        if command.status is PromptStatus.ACCEPTED:
+            assert self.step_of_group[command.group_id] == command.step
+            self.consumed[command.group_id] = command.step
+            for member in self.sealed[command.group_id]:
+                event = self.reported.pop(member)
+                if self.config.gate_groups == self.config.batch and event.first_version >= 0:
+                    assert event.first_version == event.last_version == command.step - 1, "not on-policy"
+        else:
+            assert command.cause and command.group_id not in self.step_of_group
+
+    # --------------------------------------------------------------------------------------------------- moves
+
+    def join(self) -> None:
+        name = f"w{self.joined}"
+        self.joined += 1
+        self.workers[name] = Worker(name, self.dispatcher.version, self.priority)
+        capabilities = Capabilities(priority=self.priority)
+        self.send(WorkerJoined(worker=name, slots=4, version=self.dispatcher.version, capabilities=capabilities))
+
+    def lose(self, choice: int) -> None:
+        """Not the last one that holds current weights."""
+        if not self.workers:
+            return
+        newest = max(worker.version for worker in self.workers.values())
+        fit = [worker for worker in self.workers.values() if worker.version == newest]
+        names = [name for name in self.workers if len(fit) > 1 or self.workers[name] not in fit]
+        if not names:
+            return
+        worker = self.workers.pop(names[choice % len(names)])
+        self.departed.extend(event for event in worker.outbox if isinstance(event, TrajectoryEnded))
+        self.acknowledge(worker.name)
+        self.send(WorkerLost(worker=worker.name, cause="killed by the test"))
+        assert not self.stop_cause or "no other one can take over" in self.stop_cause
+
+    def acknowledge(self, name: str) -> None:
+        """The worker samples under the new weights, or never will: the last one returns the credits."""
+        self.unacknowledged.discard(name)
+        if self.phase == "acknowledging" and not self.unacknowledged:
+            self.phase = "train"
+            self.version = self.step - 1
+            self.consumed = {group: step for group, step in self.consumed.items() if step > self.version}
+
+    def deliver_prompt(self) -> bool:
+        if not self.fetch:
+            return False
+        if self.prompts_left == 0:
+            self.fetch = 0
+            self.exhausted = True
+            self.send(SourceExhausted())
+            return True
+        if self.prompts_left is not None:
+            self.prompts_left -= 1
+        self.fetch -= 1
+        prompt_id = f"p{self.position:06d}"
+        self.position += 1
+        self.submitted[prompt_id] = PromptStatus.RUNNING
+        self.send(PromptSubmitted(prompt_id=prompt_id, task_id=f"task{prompt_id}", epoch=0))
+        return True
+
+    def playable(self) -> list[tuple[Worker, Episode]]:
+        return [(worker, episode) for worker in self.workers.values() for episode in worker.open.values()]
+
+    def sample(self, choice: int) -> None:
+        """A trajectory generates a turn under its worker's weights."""
+        playing = [pair for pair in self.playable() if not pair[0].paused]
+        if playing:
+            worker, episode = playing[choice % len(playing)]
+            self.generate(worker, episode)
+            worker.outbox.append(
+                TurnEnded(
+                    trajectory_id=episode.trajectory_id,
+                    turn=0,
+                    context_tokens=9,
+                    output_tokens=3,
+                    version=worker.version,
+                )
+            )
+
+    def generate(self, worker: Worker, episode: Episode) -> None:
+        episode.first = worker.version if episode.first < 0 else episode.first
+        episode.last = worker.version
+        episode.tokens += 3
+
+    def end(self, choice: int, status: TrajectoryStatus, reward: float | None) -> bool:
+        """A trajectory ends (reward None: unlike its neighbour's); on a paused worker only what has generated."""
+        playing = self.playable()
+        if not playing:
+            return False
+        worker, episode = playing[choice % len(playing)]
+        if episode.abort is not None:
+            status = episode.abort if status is not TrajectoryStatus.FINISHED or episode.tokens == 0 else status
+        elif status in SCORED and episode.tokens == 0:
+            if worker.paused:
+                return False
+            self.generate(worker, episode)
+        del worker.open[episode.trajectory_id]
+        worker.outbox.append(
+            TrajectoryEnded(
+                trajectory_id=episode.trajectory_id,
+                worker=worker.name,
+                status=status,
+                reward=float(episode.trajectory_id.split(".")[-2]) if reward is None else reward,
+                first_version=episode.first,
+                last_version=episode.last,
+                generated_tokens=episode.tokens,
+                turns=1,
+                cause="the test said so" if status is TrajectoryStatus.FAILED else "",
+            )
+        )
+        return True
+
+    def deliver_report(self, choice: int) -> bool:
+        boxes = [worker.outbox for worker in self.workers.values() if worker.outbox]
+        boxes += [self.departed] if self.departed else []
+        if not boxes:
+            return False
+        event = boxes[choice % len(boxes)].popleft()
+        if isinstance(event, WeightsAcknowledged):
+            self.acknowledge(event.worker)
+        self.send(event)
+        return True
+
+    def replica(self, choice: int) -> bool:
+        """A replica does its next thing."""
+        index = choice % len(self.replicas)
+        replica = self.replicas[index]
+        if self.phase != "train":
+            return False
+        if replica.closed and index and choice % 2:
+            replica.waiting = True  # ahead of rank 0
+            self.send(GroupRequested(step=self.step + 1, replica=index))
+        elif replica.group:
+            group, replica.group = replica.group, ""
+            tokens = sum(self.reported[member].generated_tokens for member in self.sealed[group])
+            self.acked.append((group, tokens))
+            self.send(GroupAcknowledged(step=self.step, replica=index, group_id=group, tokens=tokens))
+        elif replica.closed or (replica.waiting and choice % 3):
+            return False
+        else:
+            replica.waiting = True  # also a second time: the long poll ran out
+            self.send(GroupRequested(step=self.step, replica=index))
+        return True
+
+    def actor(self) -> bool:
+        """Rank 0 goes on: step, sync."""
+        if self.phase == "train" and self.acked and all(replica.closed for replica in self.replicas):
+            finished = self.step
+            self.step += 1
+            self.steps_done += 1
+            for replica in self.replicas:
+                replica.closed = False
+            self.acked = []
+            self.phase = "sync_due"
+            self.send(StepFinished(step=finished))
+        elif self.phase == "sync_due":
+            self.phase = "sync_asked"
+            self.send(SyncRequested(version=self.step - 1))
+        elif self.phase == "broadcast":
+            self.phase = "acknowledging"
+            self.send(SyncFinished(version=self.step - 1))
+        else:
+            return False
+        return True
+
+    def evaluate(self, samples: int) -> None:
+        self.evals += 1
+        self.send(EvalRequested(eval_id=f"eval{self.evals}", task_ids=[f"held{i}" for i in range(samples)]))
+
+    def repeat(self, choice: int) -> None:
+        """An event arrives a second time."""
+        recent = [
+            event
+            for event, _, _ in self.log[-40:]
+            if not isinstance(event, RunStarted | WorkerJoined | WorkerLost | Tick | TurnEnded | SourceExhausted)
+        ]
+        if recent:
+            event = recent[choice % len(recent)]
+            kept = dict(self.reported)
+            self.send(event)
+            if isinstance(event, TrajectoryEnded) and event.trajectory_id not in kept:
+                assert event.trajectory_id not in self.reported, "tokens of a repeated report are kept for ever"
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.send(Tick())
+
+    # ---------------------------------------------------------------------------------------------------- fairness
+
+    def drain(self, steps: int) -> None:
+        """From here on everything goes well: `steps` more steps must be made, or the finite source must run dry."""
+        while len(self.workers) < self.config.workers:
+            self.join()
+        goal = self.steps_done + steps
+        turn = 0
+        while self.steps_done < goal and self.stop_cause is None:
+            moved = False
+            while self.deliver_prompt():
+                moved = True
+            while self.deliver_report(turn):
+                moved = True
+            for _ in range(len(self.playable())):
+                turn += 1
+                moved |= self.end(turn, TrajectoryStatus.FINISHED, reward=None)
+                while self.deliver_report(turn):
+                    moved = True
+            for index, replica in enumerate(self.replicas):
+                if not (replica.waiting or replica.closed):
+                    moved |= self.replica(index)
+            moved |= self.actor()
+            assert moved, f"deadlock: phase {self.phase}, {self.dispatcher.statistics()}, {self.dispatcher.counts()}"
+
+    def check_end(self) -> None:
+        """No tokens are kept for nothing, and the same events give the same commands."""
+        if not self.stop_cause:
+            live = {member for group in self.in_flight for member in self.sealed.get(group, [])}
+            for trajectory in self.reported:
+                group = self.group_of[trajectory]
+                assert trajectory in live or group in self.in_flight or group in self.running_evals, (
+                    f"{trajectory} is kept for nothing"
+                )
+        again = Dispatcher(self.config)
+        for event, now, commands in self.log:
+            assert again.handle(event, now) == commands

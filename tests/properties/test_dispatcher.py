@@ -1,0 +1,199 @@
+"""The dispatcher keeps its promises in every world: see `dispatcher_world` for what is checked after each event."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from rollout.dispatcher import DispatcherConfig
+from rollout.types import TrajectoryStatus
+from tests.properties.dispatcher_world import World
+
+LONG = bool(os.environ.get("VENUS_LONG"))
+CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+choices = st.integers(0, 1000)
+rewards = st.sampled_from([0.0, 1.0, 0.5])
+STATUSES = [
+    TrajectoryStatus.FINISHED,
+    TrajectoryStatus.FINISHED,
+    TrajectoryStatus.TRUNCATED,
+    TrajectoryStatus.FAILED,
+    TrajectoryStatus.DISCARDED,
+]
+
+
+@st.composite
+def configs(draw: st.DrawFn, promised: bool = False) -> DispatcherConfig:
+    size = draw(st.integers(1, 8))
+    span = draw(st.integers(1, 3))
+    factors = [f for f in (1.0, 1.5, 2.0, 3.0) if not promised or f <= span]
+    return DispatcherConfig(
+        group_size=size,
+        batch=draw(st.integers(1, 4)),
+        async_factor=draw(st.sampled_from(factors)),
+        max_version_span=span,
+        include_promoted=promised or draw(st.booleans()),
+        filter_zero_variance=size > 1 and draw(st.booleans()),
+        max_refills=100_000,
+        max_resamples=draw(st.integers(0, 2)),
+        on_lost_member=draw(st.sampled_from(["drop", "shrink"])),
+        deadline_s=50.0,
+        train_truncated=draw(st.booleans()),
+        workers=draw(st.integers(1, 3)),
+        max_trajectories=draw(st.sampled_from([1, 3, 8, 128])),
+    )
+
+
+class AnyWorld(RuleBasedStateMachine):
+    """Everything may happen, in any order."""
+
+    benign = False
+    world: World
+
+    @initialize(
+        data=st.data(),
+        replicas=st.integers(1, 3),
+        prompts=st.sampled_from([None, None, 0, 3, 20]),
+        requeued=st.integers(0, 5),
+        resume_step=st.sampled_from([0, 0, 7]),
+        priority=st.booleans(),
+    )
+    def begin(
+        self,
+        data: st.DataObject,
+        replicas: int,
+        prompts: int | None,
+        requeued: int,
+        resume_step: int,
+        priority: bool,
+    ) -> None:
+        self.world = World(
+            data.draw(configs(promised=self.benign)),
+            replicas=replicas,
+            prompts=prompts,
+            requeued=requeued if resume_step else 0,
+            resume_step=resume_step,
+            priority=priority,
+        )
+        self.world.promised_no_discards = self.benign
+
+    def alive(self) -> bool:
+        return not self.world.stop_cause  # a drained source is no end: syncs and evaluations still work
+
+    @precondition(alive)
+    @rule()
+    def join(self) -> None:
+        if len(self.world.workers) < 4:
+            self.world.join()
+
+    @precondition(alive)
+    @rule(count=st.integers(1, 8))
+    def prompts(self, count: int) -> None:
+        for _ in range(count):
+            self.world.deliver_prompt()
+
+    @precondition(alive)
+    @rule(picks=st.lists(choices, max_size=8))
+    def sample(self, picks: list[int]) -> None:
+        for pick in picks:
+            self.world.sample(pick)
+
+    @precondition(alive)
+    @rule(picks=st.lists(st.tuples(choices, st.sampled_from(STATUSES), rewards), max_size=16))
+    def end(self, picks: list[tuple[int, TrajectoryStatus, float]]) -> None:
+        for pick, status, reward in picks:
+            self.world.end(pick, TrajectoryStatus.FINISHED if self.benign else status, reward)
+
+    @precondition(alive)
+    @rule(picks=st.lists(choices, max_size=16))
+    def reports(self, picks: list[int]) -> None:
+        for pick in picks:
+            self.world.deliver_report(pick)
+
+    @precondition(alive)
+    @rule(picks=st.lists(choices, min_size=1, max_size=8))
+    def replica(self, picks: list[int]) -> None:
+        for pick in picks:
+            self.world.replica(pick)
+
+    @precondition(alive)
+    @rule()
+    def actor(self) -> None:
+        self.world.actor()
+
+    @precondition(alive)
+    @rule(steps=st.integers(1, 2))
+    def a_good_while(self, steps: int) -> None:
+        """Without this few examples would get beyond the second step."""
+        self.world.drain(steps)
+
+    @precondition(alive)
+    @rule(samples=st.integers(0, 5))
+    def evaluate(self, samples: int) -> None:
+        self.world.evaluate(samples)
+
+    @precondition(alive)
+    @rule(pick=choices)
+    def repeat(self, pick: int) -> None:
+        self.world.repeat(pick)
+
+    @precondition(lambda self: self.alive() and not self.benign)
+    @rule(pick=choices)
+    def lose(self, pick: int) -> None:
+        self.world.lose(pick)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 20.0]))
+    def tick(self, seconds: float) -> None:
+        self.world.tick(0.001 if self.benign else seconds)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world") or self.world.broken:
+            return
+        if self.alive():
+            self.world.drain(3)
+        self.world.check_end()
+        if self.benign:
+            assert self.world.dispatcher.statistics()["trajectories_discarded"] == 0
+
+
+class BenignWorld(AnyWorld):
+    """Nothing fails and floor(async_factor · B) ≤ S · B: nothing may be discarded."""
+
+    benign = True
+
+
+TestAnyWorld = AnyWorld.TestCase
+SETTINGS = settings(
+    max_examples=3000 if LONG else 60,
+    stateful_step_count=50,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=CHECKS,
+)
+TestAnyWorld.settings = SETTINGS
+TestBenignWorld = BenignWorld.TestCase
+TestBenignWorld.settings = SETTINGS
+
+
+@given(config=configs(), replicas=st.integers(1, 3))
+@settings(max_examples=300 if LONG else 20, deadline=None)
+def test_a_fair_world_makes_every_step(config: DispatcherConfig, replicas: int) -> None:
+    world = World(config, replicas=replicas)
+    world.drain(5)
+    world.check_end()
+    assert world.steps_done == 5
+
+
+@given(config=configs(), replicas=st.integers(1, 3), prompts=st.integers(0, 30))
+@settings(max_examples=300 if LONG else 20, deadline=None)
+def test_a_finite_source_is_trained_to_its_end(config: DispatcherConfig, replicas: int, prompts: int) -> None:
+    world = World(config, replicas=replicas, prompts=prompts)
+    world.drain(1000)
+    assert world.stop_cause == ""
+    counts = world.dispatcher.counts()
+    assert counts["running"] == 0 and counts["submitted"] == prompts
+    assert sum(len(members) for members in world.sealed.values()) >= counts["accepted"]

@@ -97,7 +97,7 @@ class Trajectory(Record, frozen=True, kw_only=True, tag="trajectory", tag_field=
     turns: int
     reward: float
     stats: dict[str, float] = {}
-    """Numbers for the metrics: tool_calls, tool_errors, cached_tokens, prompt_tokens_sent, tool_s, generate_s, …"""
+    """Numbers for the metrics: tool_calls, tool_errors, cached_tokens, sent_tokens, tool_s, generate_s, …"""
 
     @property
     def generated_tokens(self) -> int:

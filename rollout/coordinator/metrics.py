@@ -30,7 +30,7 @@ def batch_metrics(groups: Sequence[SealedGroup], step: int) -> dict[str, float |
         return {}
     total = {
         name: sum(t.stats.get(name, 0.0) for t in members)
-        for name in ("cached_tokens", "prompt_tokens_sent", "tool_errors", "tool_calls")
+        for name in ("cached_tokens", "sent_tokens", "tool_errors", "tool_calls")
     }
     count = len(members)
     unequal = sum(len({t.reward for t in group.members}) > 1 for group in groups)
@@ -45,6 +45,6 @@ def batch_metrics(groups: Sequence[SealedGroup], step: int) -> dict[str, float |
         "staleness/span_max": float(max(map(version_span, members))),
         "staleness/age_max": float(max(step - 1 - t.spans[0].version for t in members)),
         "truncated_rate": sum(t.status is TrajectoryStatus.TRUNCATED for t in members) / count,
-        "kv/hit_rate": ratio(total["cached_tokens"], total["prompt_tokens_sent"]),
+        "kv/hit_rate": ratio(total["cached_tokens"], total["sent_tokens"]),
         "tool_error_rate": ratio(total["tool_errors"], total["tool_calls"]),
     }

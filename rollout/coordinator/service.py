@@ -86,6 +86,7 @@ class Service:
         if mailbox is None:
             raise WireError(f"worker {request.worker} has not joined, or counts as lost", "restart it")
         mailbox.last_poll = shell.clock()
+        mailbox.release()
         reports = mailbox.take(request)
         if reports:
             taken = mailbox.taken

@@ -163,8 +163,11 @@ class Tracker:
         row["tokens_per_s"] = ratio(row.get("tokens/trained") or 0.0, row["time/step_s"])
 
     def _evaluates(self, version: int) -> bool:
+        """Whether the actor will evaluate `version`: the row of its step waits for that."""
         run = self._run
-        return bool(run.eval_every and version % run.eval_every == 0) or (run.eval_after and version == run.steps)
+        if version >= run.steps:
+            return run.eval_after
+        return bool(run.eval_every) and version % run.eval_every == 0
 
     def _write_summary(self, reason: str) -> None:
         identity = self._identity()

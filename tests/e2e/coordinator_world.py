@@ -303,7 +303,7 @@ def toy_trajectory(order: StartTrajectory, versions: list[int]) -> Trajectory:
         spans=[VersionSpan(start=0, end=2, version=versions[0]), VersionSpan(start=3, end=5, version=versions[1])],
         turns=2,
         reward=float(number % 2),
-        stats={"tool_calls": 2.0, "tool_errors": 1.0, "cached_tokens": 3.0, "prompt_tokens_sent": 9.0, "edits": 1.0},
+        stats={"tool_calls": 2.0, "tool_errors": 1.0, "cached_tokens": 3.0, "sent_tokens": 9.0, "edits": 1.0},
     )
 
 

@@ -20,7 +20,7 @@ from envclient.base.files import read_json, read_jsonl
 from envclient.base.wire import Client
 from megatron_venus.config import VenusConfig
 from rollout.protocol import Empty, JoinRequest, PollReply, PollRequest, Status
-from rollout.types import Capabilities, Trajectory
+from rollout.types import Capabilities, Trajectory, TurnEnded
 from tests.e2e.coordinator_world import (
     CoordinatorProcess,
     ToyActor,
@@ -169,6 +169,30 @@ def test_wrong_token_bad_body_and_unknown_worker_are_refused(tmp_path: Path) -> 
             assert (status.workers, status.step, status.phase, status.failure) == (0, 0, "starting", "")
 
     with coordinator(run_dir, toy_config(run_dir)) as process:
+        asyncio.run(scenario(process.url))
+        assert process.end() == 0
+
+
+def test_a_poll_with_reports_releases_the_one_that_waits(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = toy_config(run_dir)
+    config.rollout.worker.count = 2  # the second never joins: nothing is started, so no command ends the first poll
+
+    async def scenario(url: str) -> None:
+        async with connected(url) as wire:
+            worker = ToyWorker(wire)
+            await wire.client.call("/v1/worker/join", worker.join_request(), Empty)
+            request = PollRequest(worker="w0", first_report=0, reports=[], acked_command=0, wait_s=25.0)
+            older = asyncio.create_task(wire.client.call("/v1/worker/poll", request, PollReply))
+            await asyncio.sleep(0.2)
+            assert not older.done()
+            turn = TurnEnded(trajectory_id="t", turn=0, context_tokens=1, output_tokens=1, version=0)
+            newer = PollRequest(worker="w0", first_report=0, reports=[turn], acked_command=0, wait_s=25.0)
+            reply: PollReply = await asyncio.wait_for(wire.client.call("/v1/worker/poll", newer, PollReply), 10)
+            assert reply.acked_report == 1
+            await asyncio.wait_for(older, 10)
+
+    with coordinator(run_dir, config) as process:
         asyncio.run(scenario(process.url))
         assert process.end() == 0
 

@@ -1,0 +1,51 @@
+"""A test run's result, read from what the sandbox answered."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from envclient.base.errors import VenusError
+from envclient.types import ExecResult, ExecStatus
+
+
+class SandboxError(VenusError):
+    """The verifier itself failed: no verdict about the code, never a reward of 0."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the covering tests say about the function in the sandbox."""
+
+    ok: bool
+    message: str
+    """First line of the first failure; `Timeout` for a run that was killed for its use of the processor or of time."""
+    failed: list[str] = []
+    """Node ids; only the first one unless all tests were asked for."""
+    test: str = ""
+    compiled: bool = True
+    hung: bool = False
+    """Killed: nothing is known about single tests."""
+    by_clock: bool = False
+    """Killed by the wall clock, which depends on the machine's load: not to be remembered."""
+
+
+def read_verdict(result: ExecResult) -> Verdict:
+    """The verdict in the answer of `venus-test`.
+
+    Raises:
+        SandboxError: the answer is none; carries the last line of what came instead.
+    """
+    if result.status is ExecStatus.TIMED_OUT:
+        return Verdict(ok=False, message="Timeout", hung=True, by_clock=True)
+    if result.status is ExecStatus.KILLED:
+        return Verdict(ok=False, message="Timeout", hung=True)
+    try:
+        row = json.loads(result.output)
+        if result.exit_code == 0:
+            return msgspec.convert(row, Verdict)
+        reason = str(row["error"])
+    except (ValueError, KeyError, TypeError):
+        text = result.output.decode(errors="replace").strip()
+        reason = text.splitlines()[-1] if text else f"exit code {result.exit_code}"
+    raise SandboxError(f"venus-test gave no verdict: {reason}", "see the environment service's log")

@@ -6,6 +6,7 @@ What the adapter must be sure of is set here and cannot be overridden; everythin
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from envclient.base.errors import ConfigError
 from rollout.config import ModelConfig, WorkerConfig
 
 CPU_SITE = Path(__file__).parent / "sglang_cpu"
+CONTEXT_MARGIN = 16
 _DTYPES = ("float32", "bfloat16")
 # Arguments that would make the reported log-probs those of another distribution than the trainer's.
 _UNREPRODUCIBLE = {
@@ -40,11 +42,13 @@ def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfi
     """
     if model.dtype not in _DTYPES:
         raise ConfigError(f"model.dtype is {model.dtype!r}", f"choose one of {', '.join(_DTYPES)}")
+    _check_positions(model_path, model.context_length)
     fixed: dict[str, Any] = {
         "model-path": model_path,
         "host": "127.0.0.1",
         "dtype": model.dtype,
-        "context-length": model.context_length,
+        # SGLang stops a request short of its own limit; the real one is kept by the worker.
+        "context-length": model.context_length + CONTEXT_MARGIN,
         "max-running-requests": worker.slots,
         "max-total-tokens": worker.kv_tokens,
         "random-seed": seed,
@@ -78,6 +82,16 @@ def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfi
     return argv
 
 
+def _check_positions(model_path: str, context_length: int) -> None:
+    path = Path(model_path) / "config.json"
+    try:
+        limit = json.loads(path.read_text())["max_position_embeddings"]
+    except (OSError, ValueError, KeyError):
+        raise ConfigError(f"{path} is missing or names no max_position_embeddings", "see model.path") from None
+    if context_length > limit:
+        raise ConfigError(f"model.context_length is {context_length}, {path} allows {limit}", "lower it")
+
+
 def _argument(name: str, value: Any) -> list[str]:
     if value is True:
         return [f"--{name}"]
@@ -103,6 +117,8 @@ def server_environment(
         # With 1 the log-probs would be those before temperature.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_PLUGINS": "venus",
+        # CONTEXT_MARGIN may reach beyond the model's positions; no token of a trajectory does.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     if not (has_cuda() if cuda is None else cuda):
         path = env.get("PYTHONPATH", "")

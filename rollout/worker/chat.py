@@ -29,14 +29,14 @@ _TURN = "\ue0fdturn\ue0fd"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
-class ToolCall(Record):
+class ToolCall(Record, frozen=True):
     """One call in the hermes format: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
     name: str
     arguments: dict[str, Any]
 
 
-class ParsedAction(Record):
+class ParsedAction(Record, frozen=True):
     """What the generated tokens say."""
 
     text: str

@@ -33,6 +33,7 @@ CAPABILITIES = ("SYS_ADMIN", "NET_ADMIN", "SETUID", "SETGID", "SETPCAP", "CHOWN"
 MESSAGE_BYTES = 65536
 READY_TIMEOUT_S = 60.0
 DESTROY_TIMEOUT_S = 15.0
+CLOSE_TIMEOUT_S = 5.0
 
 
 def interpreter_folders() -> list[str]:
@@ -238,7 +239,8 @@ class Container:
         """End the zygote and with it every sandbox; returns when they are gone. Idempotent."""
         self._on_dead()
         try:
-            await asyncio.wait_for(self._process.wait(), DESTROY_TIMEOUT_S)
+            serving = self._ready.done()  # one that still warms up does not read the channel
+            await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_S if serving else 0)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

@@ -28,8 +28,8 @@ INSIDE = "/venus"
 MODULES = ("guest.py", "jail.py", "syscalls.py")
 ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "ssl/certs", "mime.types")
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-CAPABILITIES = ("SYS_ADMIN", "NET_ADMIN", "SETUID", "SETGID", "SETPCAP", "CHOWN", "KILL")
-"""Of the zygote only: what making and ending a sandbox takes."""
+CAPABILITIES = ("SYS_ADMIN", "NET_ADMIN", "SETUID", "SETGID", "SETPCAP", "CHOWN", "KILL", "SETFCAP")
+"""Of the zygote only: what making and ending a sandbox takes (SETFCAP: to map its uid 0 into a namespace below)."""
 MESSAGE_BYTES = 65536
 READY_TIMEOUT_S = 60.0
 DESTROY_TIMEOUT_S = 15.0
@@ -76,7 +76,8 @@ def container_argv(template: Template, control_fd: int, *, root: bool) -> list[s
     for capability in CAPABILITIES:
         argv += ["--cap-add", f"CAP_{capability}"]
     if not root:
-        argv += ["--unshare-user", "--uid", str(os.getuid()), "--gid", str(os.getgid())]
+        # As uid 0 of its own user namespace: for another uid bubblewrap nests a second one, without rights on mounts.
+        argv += ["--unshare-user", "--uid", "0", "--gid", "0"]
     argv += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", template.workdir]
     for folder in _parents(template):
         argv += ["--dir", folder]

@@ -40,6 +40,8 @@ CAPABILITY_VERSION_3 = 0x20080522
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 MESSAGE_BYTES = 65536
 AGENT_FD = 3
+PLAIN_UID = 1000
+"""What a sandbox calls its uid where the service is not root."""
 MAX_OPEN_FILES = 1024
 BYTES_A_FILE = 4096
 """One inode is allowed for so many bytes of disk: inodes are kernel memory too."""
@@ -199,14 +201,31 @@ def _enter(request: dict[str, Any]) -> None:
         _mount(f"/proc/self/fd/{fd}", path, "", MS_BIND)
         os.close(fd)
     for folder in (workdir, "/dev/shm", "/tmp"):
-        os.chown(folder, uid, uid if request["own_uid"] else -1)
+        os.chown(folder, uid, uid)
     os.chdir(workdir)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
 
 
 def _drop(request: dict[str, Any], filter_program: syscalls.Program) -> None:
-    """Limits, uid, capabilities, new privileges, system calls: in this order, each needs what the next takes."""
+    """Uid, limits, capabilities, new privileges, system calls: in this order, each needs what the next takes."""
+    if request["own_uid"]:
+        _drop_bounding_set()
+        os.setgroups([])
+        os.setresgid(request["uid"], request["uid"], request["uid"])
+        os.setresuid(request["uid"], request["uid"], request["uid"])
+    else:
+        # Not root: all sandboxes share a uid. A user namespace each counts its processes apart and bars ptrace.
+        _call("unshare", CLONE_NEWUSER)
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{PLAIN_UID} {request['uid']} 1"),
+            ("gid_map", f"{PLAIN_UID} {request['uid']} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        _drop_bounding_set()
+    # After the user namespace, which keeps the process limit of its maker for the processes of all sandboxes together.
     for limit, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, request["disk_bytes"]),
@@ -215,23 +234,6 @@ def _drop(request: dict[str, Any], filter_program: syscalls.Program) -> None:
         (resource.RLIMIT_AS, request["memory_bytes"]),
     ):
         resource.setrlimit(limit, (value, value))
-    if request["own_uid"]:
-        _drop_bounding_set()
-        os.setgroups([])
-        os.setresgid(request["uid"], request["uid"], request["uid"])
-        os.setresuid(request["uid"], request["uid"], request["uid"])
-    else:
-        # Not root: all sandboxes share a uid. A user namespace each counts its processes apart and bars ptrace.
-        gid = os.getgid()
-        _call("unshare", CLONE_NEWUSER)
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{request['uid']} {request['uid']} 1"),
-            ("gid_map", f"{gid} {gid} 1"),
-        ):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-        _drop_bounding_set()
     _prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     _call("capset", struct.pack("Ii", CAPABILITY_VERSION_3, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0))
     _prctl(PR_SET_DUMPABLE, 0)  # sandboxed code of the same uid cannot look into the agent

@@ -131,8 +131,10 @@ class Launcher:
         self.run_dir = run_dir
         self.resume_step = resume_step
         self.screen = screen
-        self._shown_steps = len(read_jsonl(run_dir / "metrics.jsonl"))
-        self._shown_evals = len(read_jsonl(run_dir / "evals.jsonl"))
+        # Rows after the checkpoint that a resume goes back to are made anew, and shown anew.
+        self._shown_step = max(0, resume_step)
+        rows = read_jsonl(run_dir / "evals.jsonl")
+        self._shown_evals = {row["eval_id"] for row in rows if row["version"] <= resume_step}
 
     async def run(self) -> None:
         """Start every role and wait for the actor's end.
@@ -220,11 +222,14 @@ class Launcher:
         """Print the rows that came to metrics.jsonl and evals.jsonl since the last look."""
         evals = read_jsonl(self.run_dir / "evals.jsonl")
         steps = read_jsonl(self.run_dir / "metrics.jsonl")
-        for row in steps[self._shown_steps :]:
-            self.screen.line(step_line(row, self.config.run.steps))
-        for row in evals[self._shown_evals :]:
-            self.screen.line(eval_line(row))
-        self._shown_steps, self._shown_evals = len(steps), len(evals)
+        for row in steps:
+            if row["step"] == self._shown_step + 1:
+                self.screen.line(step_line(row, self.config.run.steps))
+                self._shown_step = row["step"]
+        for row in evals:
+            if row["eval_id"] not in self._shown_evals:
+                self.screen.line(eval_line(row))
+                self._shown_evals.add(row["eval_id"])
 
 
 async def run_until_signal(launcher: Launcher) -> None:

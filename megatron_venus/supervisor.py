@@ -30,12 +30,13 @@ class Supervisor:
         self.token = secrets.token_urlsafe(32)
         self._children: list[Child] = []
         self._warden_pipe = -1
+        self._warden: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Supervisor:
         (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         read_end, self._warden_pipe = os.pipe()
         environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
-        await asyncio.create_subprocess_exec(
+        self._warden = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "envclient.base.warden",
@@ -52,6 +53,8 @@ class Supervisor:
     async def __aexit__(self, *exc: object) -> None:
         await self.stop_all()
         os.close(self._warden_pipe)
+        assert self._warden is not None
+        await self._warden.wait()
 
     def environment(self, extra: Mapping[str, str] = {}) -> dict[str, str]:
         """A role's environment: the caller's, the run's token and id, one thread a process, no model hub."""

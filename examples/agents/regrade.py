@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -44,10 +44,10 @@ async def regrade(
         mine = [row for row in rows if by_id[row.instance_id].library == name]
         waiting = iter(mine)
 
-        async def work(sandbox: str, folder: str = library.folder, waiting: iter = waiting) -> None:  # type: ignore[valid-type]
+        async def work(sandbox: str, folder: str = library.folder, rows_left: Iterator[MemoRow] = waiting) -> None:
             await backend.create(folder, sandbox)
             try:
-                for row in waiting:
+                for row in rows_left:
                     await backend.write(sandbox, SOURCE_FILE, row.code.encode())
                     request = reader.read(by_id[row.instance_id]).test_request()
                     verdict = read_verdict(await backend.exec(sandbox, [TEST], WALL_LIMIT_S, request, 1 << 20))

@@ -154,13 +154,18 @@ def _download(library: Library, folder: Path) -> Path:
             f"pip could not bring {wanted}: {lines[0].strip() if lines else 'no archive'}",
             "the repair tasks need these sources once: check the network and pip's index",
         )
-    digest = hashlib.sha256(archives[0].read_bytes()).hexdigest()
+    check_archive(library, archives[0])
+    return archives[0]
+
+
+def check_archive(library: Library, archive: Path) -> None:
+    """Raises: PreflightError when `archive` is not the pinned file."""
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != library.sha256:
         raise PreflightError(
-            f"{archives[0].name} has SHA-256 {digest}, expected {library.sha256}",
+            f"{archive.name} has SHA-256 {digest}, expected {library.sha256}",
             "the index serves another file: use PyPI or a faithful mirror",
         )
-    return archives[0]
 
 
 def _unpack(library: Library, archive: Path, folder: Path) -> Path:

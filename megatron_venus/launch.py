@@ -208,7 +208,6 @@ class Launcher:
         """Show progress until the coordinator says that the run failed."""
         while True:
             await asyncio.sleep(STATUS_EVERY_S)
-            self._show_files()
             try:
                 status = await hub.call("/v1/status", Empty(), Status)
             except WireError:
@@ -216,6 +215,7 @@ class Launcher:
                 continue
             if status.failure:
                 raise VenusError(f"the run stopped: {status.failure}", f"see {self.run_dir}/events.jsonl")
+            self._show_files()
             self.screen.progress(progress_text(status, self.config.rollout.group.batch))
 
     def _show_files(self) -> None:

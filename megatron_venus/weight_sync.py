@@ -121,6 +121,8 @@ class WeightSync:
         """
         started = self._clock()
         seconds = {"connect": 0.0, "verify": 0.0}
+        # A scripted engine lives in its worker's process and holds no weights.
+        addresses = [address for address in addresses if not address.engine_url.startswith("scripted:")]
         if [engine.address for engine in self._engines] != list(addresses):
             self._connect(addresses)
             seconds["connect"] = self._clock() - started

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from envclient.base.errors import VenusError
@@ -60,6 +62,8 @@ def save(run_dir: Path, step: int, actor: Actor, nonfinite_steps: int, *, hf_sou
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "megatron").mkdir(parents=True)
     dist.barrier()
+    # Megatron would start a manager process for results of this very process: seconds, and an orphan after a kill.
+    filesystem_async._results_queue = queue.Queue()
     extra = {"step": step, "nonfinite_steps": nonfinite_steps, "random": _random_states()}
     dist_checkpointing.save(
         _state(actor, loading=False) | extra,

@@ -8,7 +8,7 @@ Layouts of one dense layer (h hidden, H query heads, G key-value heads, d head s
 * Hugging Face: q [H·d, h], k and v [G·d, h], gate and up [f, h], every norm by itself.
 * Megatron: `linear_qkv` holds, per key-value group, its H/G query heads, then its k, then its v; `linear_fc1` is gate
   over up; Transformer Engine spells the fused norms `linear_qkv.layer_norm_weight` and `linear_fc1.layer_norm_weight`.
-* SGLang: `qkv_proj` is q over k over v, `gate_up_proj` is gate over up.
+* SGLang: `qkv_proj` is q over k over v, `gate_up_proj` is gate over up; zero rows fill the vocabulary up to 64s.
 """
 
 from __future__ import annotations
@@ -218,6 +218,10 @@ def check_complete(weights: Mapping[str, Tensor], arch: Architecture, source: st
             )
 
 
+_ENGINE_VOCABULARY_STEP = 64
+"""SGLang's DEFAULT_VOCAB_PADDING_SIZE."""
+
+
 def engine_name(hf_name: str) -> str:
     """Name of the engine parameter that holds (perhaps as one of several parts) the Hugging Face tensor `hf_name`."""
     for part, fused in (("q", "qkv"), ("k", "qkv"), ("v", "qkv"), ("gate", "gate_up"), ("up", "gate_up")):
@@ -232,7 +236,11 @@ def engine_tensors(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
     for name, tensor in sorted(weights, key=lambda item: order.get(item[0].split(".")[-2], 0)):
         parts.setdefault(engine_name(name), []).append(tensor)
-    return {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
+    whole = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in whole and (missing := -len(whole[name]) % _ENGINE_VOCABULARY_STEP):
+            whole[name] = torch.nn.functional.pad(whole[name], (0, 0, 0, missing))
+    return whole
 
 
 def checksum(tensor: Tensor) -> str:

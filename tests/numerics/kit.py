@@ -32,7 +32,7 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
         Qwen3Config(
             vocab_size=VOCABULARY,
             hidden_size=32,
-            intermediate_size=48,
+            intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,

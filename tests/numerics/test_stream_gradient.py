@@ -104,7 +104,7 @@ def test_batch_must_be_the_coordinators(tied_model: Path) -> None:
     groups = kit.make_groups(2)
     stream = kit.make_stream(kit.make_actor(tied_model))
     stream.add(groups[0])
-    with pytest.raises(InvariantError, match="groups=1.*groups=2"):
+    with pytest.raises(InvariantError, match=r"groups=1.*groups=2"):
         stream.finish(1, kit.counts_of(groups))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from random import Random
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -197,3 +199,74 @@ def test_a_finite_source_is_trained_to_its_end(config: DispatcherConfig, replica
     counts = world.dispatcher.counts()
     assert counts["running"] == 0 and counts["submitted"] == prompts
     assert sum(len(members) for members in world.sealed.values()) >= counts["accepted"]
+
+
+def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
+    """`moves` random moves in proportions that keep every part of the world busy."""
+
+    def end() -> None:
+        good = benign or chance.random() < 0.8
+        status = TrajectoryStatus.FINISHED if good else chance.choice(STATUSES)
+        world.end(chance.randrange(1000), status, chance.choice([0.0, 1.0]))
+
+    def tick() -> None:
+        world.tick(0.001 if benign else chance.choice([0.01, 0.1, 20.0]))
+
+    def join() -> None:
+        if len(world.workers) < 4:
+            world.join()
+
+    def lose() -> None:
+        if not benign:
+            world.lose(chance.randrange(1000))
+
+    options: list[tuple[float, Callable[[], object]]] = [
+        (8, world.deliver_prompt),
+        (12, lambda: world.sample(chance.randrange(1000))),
+        (10, end),
+        (20, lambda: world.deliver_report(chance.randrange(1000))),
+        (14, lambda: world.replica(chance.randrange(1000))),
+        (8, world.actor),
+        (3, lambda: world.repeat(chance.randrange(1000))),
+        (0.3, lambda: world.evaluate(chance.randrange(5))),
+        (0.3, tick),
+        (0.5, join),
+        (0.2, lose),
+    ]
+    weights = [weight for weight, _ in options]
+    for _ in range(moves):
+        if world.stop_cause:
+            return
+        chance.choices(options, weights)[0][1]()
+
+
+@given(config=configs(), seed=st.integers(0, 2**32), replicas=st.integers(1, 3), priority=st.booleans())
+@settings(max_examples=3000 if LONG else 80, deadline=None, report_multiple_bugs=False)
+def test_long_walks(config: DispatcherConfig, seed: int, replicas: int, priority: bool) -> None:
+    chance = Random(seed)
+    prompts = chance.choice([None, None, 40])
+    resume_step = chance.choice([0, 7])
+    world = World(
+        config,
+        replicas=replicas,
+        prompts=prompts,
+        requeued=chance.randrange(6) if resume_step else 0,
+        resume_step=resume_step,
+        priority=priority,
+    )
+    walk(world, chance, 600, benign=False)
+    if not world.stop_cause:
+        world.drain(3)
+    world.check_end()
+
+
+@given(config=configs(promised=True), seed=st.integers(0, 2**32), replicas=st.integers(1, 3))
+@settings(max_examples=3000 if LONG else 80, deadline=None, report_multiple_bugs=False)
+def test_nothing_is_discarded_where_that_is_promised(config: DispatcherConfig, seed: int, replicas: int) -> None:
+    """Nothing fails, and floor(async_factor · B) ≤ S · B."""
+    world = World(config, replicas=replicas)
+    world.promised_no_discards = True
+    walk(world, Random(seed), 600, benign=True)
+    world.drain(3)
+    world.check_end()
+    assert world.dispatcher.statistics()["trajectories_discarded"] == 0

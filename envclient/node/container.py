@@ -69,7 +69,7 @@ def container_argv(template: Template, control_fd: int, *, root: bool) -> list[s
     """The bubblewrap command line that runs `template`'s warm-up process as a zygote.
 
     Raises:
-        VenusError: a mount that is not absolute or does not exist.
+        VenusError: a mount that is not absolute, does not exist, or that only its owner may read.
     """
     argv = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
     argv += ["--new-session", "--as-pid-1", "--hostname", "sandbox", "--clearenv", "--cap-drop", "ALL"]
@@ -99,6 +99,11 @@ def container_argv(template: Template, control_fd: int, *, root: bool) -> list[s
             raise VenusError(
                 f"template {template.name!r}: mount ({outside!r}, {inside!r}) cannot be bound",
                 "both paths must be absolute and the first must exist on the node",
+            )
+        if root and not os.stat(outside).st_mode & 0o004:
+            raise VenusError(
+                f"template {template.name!r}: {outside!r} is closed to the unprivileged uids of sandboxes",
+                f"chmod -R o+rX {outside}",
             )
         argv += ["--ro-bind", outside, inside]
     argv += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", template.workdir]

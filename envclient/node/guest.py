@@ -386,12 +386,13 @@ def pack(argv: list[str], _stdin: bytes, stdout_fd: int) -> int:
         for number, folder in enumerate(argv[1:]):
             device = os.stat(folder).st_dev
             for here, folders, files in os.walk(folder):
-                # what the template has bound in below is another device, and in the other sandbox already
-                folders[:] = [name for name in folders if os.lstat(os.path.join(here, name)).st_dev == device]
                 for name in folders + files:
                     path = os.path.join(here, name)
-                    member = f"{number}/{os.path.relpath(path, folder)}"
-                    tar.add(path, member, recursive=False, filter=plain_member)
+                    if os.lstat(path).st_dev == device:
+                        member = f"{number}/{os.path.relpath(path, folder)}"
+                        tar.add(path, member, recursive=False, filter=plain_member)
+                    elif name in folders:
+                        folders.remove(name)  # bound in by the template, so in the other sandbox already
     return 0
 
 

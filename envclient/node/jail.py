@@ -21,6 +21,7 @@ import resource
 import selectors
 import signal
 import socket
+import stat
 import struct
 import traceback
 from collections.abc import Callable
@@ -196,15 +197,31 @@ def _enter(request: dict[str, Any]) -> None:
         os.mkdir(source)
         os.chmod(source, 0o755 if folder == "work" else 0o1777)
         _mount(source, target, "", MS_BIND)
+    own = [workdir, "/dev/shm", "/tmp"]
     for path, fd in kept:
-        os.makedirs(path, exist_ok=True)
+        own += _make_place(path, is_folder=stat.S_ISDIR(os.fstat(fd).st_mode))
         _mount(f"/proc/self/fd/{fd}", path, "", MS_BIND)
         os.close(fd)
-    for folder in (workdir, "/dev/shm", "/tmp"):
+    for folder in own:  # last: uid 0 without its capabilities may not write in a folder of another
         os.chown(folder, uid, uid)
     os.chdir(workdir)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+
+
+def _make_place(path: str, *, is_folder: bool) -> list[str]:
+    """Something to bind on at `path`; returns the folders made on the way there, which are the sandbox's own."""
+    way = path.split("/")
+    folders = ["/".join(way[:depth]) for depth in range(2, len(way))]
+    made = [folder for folder in folders if not os.path.exists(folder)]
+    for folder in made:
+        os.mkdir(folder, 0o755)
+    if not os.path.exists(path):
+        if is_folder:
+            os.mkdir(path, 0o755)
+        else:
+            os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o444))
+    return made
 
 
 def _drop(request: dict[str, Any], filter_program: syscalls.Program) -> None:

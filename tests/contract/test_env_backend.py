@@ -235,6 +235,23 @@ def test_twin_has_the_files_and_a_life_of_its_own(play: Play) -> None:
     play(scenario)
 
 
+def test_mounts_below_workdir_and_tmp_stay_visible(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "lib.py").write_text("library")
+    tmp_path.chmod(0o755)
+
+    async def scenario(backend: Backend) -> None:
+        await sh(backend, "a", "echo mine > src/mine; echo mine > own")
+        await backend.twin("a", "b")
+        for sandbox in ("a", "b"):
+            assert await text(backend, sandbox, "cat src/deep/lib.py one.py /tmp/one.py; ls src/deep; cat own") == (
+                "librarylibrarylibrarylib.py\nmine\n"
+            )
+            assert (await sh(backend, sandbox, "echo changed > src/deep/lib.py || rm src/deep/lib.py")).exit_code != 0
+
+    file = str(tmp_path / "lib.py")
+    play(scenario, mounts=[(str(tmp_path), "/work/src/deep"), (file, "/work/one.py"), (file, "/tmp/one.py")])
+
+
 # -------------------------------------------------------------------------------------------------------- isolation
 
 

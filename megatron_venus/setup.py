@@ -38,7 +38,8 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     """Join the other replicas, build the model and load weights: the run's model, or all that `resume` holds."""
     if config.actor.loss.aggregation != "token-mean":
         raise ConfigError(f"actor.loss.aggregation={config.actor.loss.aggregation!r} is not known", "use token-mean")
-    # Megatron warns of every accelerator library that is not there; on a CPU machine that is all of them.
+    # Megatron warns of every accelerator library that is not there (on a CPU machine all of them) and logs its configs.
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     if "GLOO_SOCKET_IFNAME" not in os.environ and os.environ.get("MASTER_ADDR", "").startswith(("127.", "localhost")):
         _use_loopback_if_nameless()

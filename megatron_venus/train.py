@@ -89,7 +89,11 @@ def main() -> None:
         resume = read_checkpoint(folder)
         if resume is None:
             raise PreflightError(f"{folder} is not a complete checkpoint", "start with resume=auto, which picks one")
-    train(config, args.run_dir, args.coordinator, resume)
+    # Torch is imported only here: a wrong command line is answered before. `record` hands the error to torchrun, whose
+    # report is the last thing in the log.
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(train)(config, args.run_dir, args.coordinator, resume)
 
 
 if __name__ == "__main__":

@@ -144,3 +144,21 @@ def test_learning_rate_warms_up(tied_model: Path) -> None:
         stream.add(group)
         rates.append(stream.finish(step, kit.counts_of([group])).metrics["lr"])
     assert rates == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2, 1e-2])
+
+
+def test_bfloat16_steps_near_float32(tied_model: Path) -> None:
+    """Half-precision weights with a float32 master copy: close in log-probs, and a step moves the exported weights."""
+    groups = kit.make_groups(2)
+    results, moved = [], False
+    for dtype in ("float32", "bfloat16"):
+        actor = kit.make_actor(tied_model, dtype=dtype)
+        before = {name: tensor.clone() for name, tensor in actor.hf_tensors()}
+        stream = kit.make_stream(actor)
+        for group in groups:
+            stream.add(group)
+        results.append(stream.finish(1, kit.counts_of(groups)).metrics)
+        moved = any(not torch.equal(tensor, before[name]) for name, tensor in actor.hf_tensors())
+    assert moved and all(tensor.dtype == torch.bfloat16 for tensor in before.values())
+    single, half = results
+    assert half["logprob_gap/mean_abs"] == pytest.approx(single["logprob_gap/mean_abs"], rel=0.02)
+    assert half["grad_norm"] == pytest.approx(single["grad_norm"], rel=0.05)

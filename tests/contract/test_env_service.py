@@ -218,6 +218,23 @@ def test_a_template_whose_zygote_died_starts_again(start: Callable[..., Service]
     service.play(scenario)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may look at a guest agent's descriptors from outside")
+def test_a_guest_agent_holds_nothing_of_the_zygote_and_no_capability(start: Callable[..., Service]) -> None:
+    service = start()
+
+    async def scenario(client: EnvClient) -> None:
+        before = descendants(service.process.pid)
+        await client.lease("t", "x", 60, "1")
+        (agent,) = descendants(service.process.pid) - before
+        held = [os.readlink(path).split(":")[0] for path in Path(f"/proc/{agent}/fd").iterdir()]
+        assert sorted(held) == ["/dev/null"] * 3 + ["anon_inode", "pipe", "pipe", "socket"]
+        status = Path(f"/proc/{agent}/status").read_text()
+        assert "CapPrm:\t0000000000000000" in status and "CapBnd:\t0000000000000000" in status
+        assert Path(f"/proc/{agent}/oom_score_adj").read_text() == "1000\n"
+
+    service.play(scenario)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_end_of_the_service_leaves_no_process(start: Callable[..., Service], how: signal.Signals) -> None:
     service = start()

@@ -25,7 +25,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     test: str = ""
     compiled: bool = True
     hung: bool = False
-    """Killed: nothing is known about single tests."""
+    """The run ended before its end: nothing is known about single tests."""
     by_clock: bool = False
     """Killed by the wall clock, which depends on the machine's load: not to be remembered."""
 
@@ -40,6 +40,8 @@ def read_verdict(result: ExecResult) -> Verdict:
         return Verdict(ok=False, message="Timeout", hung=True, by_clock=True)
     if result.status is ExecStatus.KILLED:
         return Verdict(ok=False, message="Timeout", hung=True)
+    if not result.output:  # the server always says something: the code under test ended its process
+        return Verdict(ok=False, message="Exit", hung=True)
     try:
         row = json.loads(result.output)
         if result.exit_code == 0:

@@ -277,8 +277,9 @@ class Groups:
                     )
                 )
 
-    def _obeys(self, worker: str) -> bool:
-        return self._pool.workers[worker].capabilities.priority
+    def _obeys(self, name: str) -> bool:
+        worker = self._pool.workers.get(name)  # None: just lost, its trajectories are about to restart elsewhere
+        return worker is not None and worker.capabilities.priority
 
     def audit(self) -> None:
         """Recount. Raises InvariantError."""

@@ -204,10 +204,17 @@ def test_a_finite_source_is_trained_to_its_end(config: DispatcherConfig, replica
 def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
     """`moves` random moves in proportions that keep every part of the world busy."""
 
+    newest_first = chance.choice([0.0, 0.6, 0.95])  # starves old trajectories
+
     def end() -> None:
         good = benign or chance.random() < 0.8
         status = TrajectoryStatus.FINISHED if good else chance.choice(STATUSES)
-        world.end(chance.randrange(1000), status, chance.choice([0.0, 1.0]))
+        pick = -1 if chance.random() < newest_first else chance.randrange(1000)
+        world.end(pick, status, chance.choice([0.0, 1.0]))
+
+    def reports() -> None:
+        for _ in range(chance.randint(1, 3)):
+            world.deliver_report(chance.randrange(1000))
 
     def tick() -> None:
         world.tick(0.001 if benign else chance.choice([0.01, 0.1, 20.0]))
@@ -222,17 +229,19 @@ def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
 
     options: list[tuple[float, Callable[[], object]]] = [
         (8, world.deliver_prompt),
-        (12, lambda: world.sample(chance.randrange(1000))),
-        (10, end),
-        (20, lambda: world.deliver_report(chance.randrange(1000))),
-        (14, lambda: world.replica(chance.randrange(1000))),
-        (8, world.actor),
-        (3, lambda: world.repeat(chance.randrange(1000))),
-        (0.3, lambda: world.evaluate(chance.randrange(5))),
+        (6, lambda: world.sample(chance.randrange(1000))),
+        (16, end),
+        (16, reports),
+        (10, lambda: world.replica(chance.randrange(1000))),
+        (10, world.actor),
+        (2, lambda: world.repeat(chance.randrange(1000))),
+        (0.1, lambda: world.evaluate(chance.randrange(5))),
         (0.3, tick),
-        (0.5, join),
+        (0.3, join),
         (0.2, lose),
     ]
+    for _ in range(world.config.workers):
+        world.join()
     weights = [weight for weight, _ in options]
     for _ in range(moves):
         if world.stop_cause:

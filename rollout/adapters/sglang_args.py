@@ -117,6 +117,8 @@ def server_environment(
         # With 1 the log-probs would be those before temperature.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_PLUGINS": "venus",
+        # Longer than the client keeps an idle connection: a request must never race with the server closing it.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
         # CONTEXT_MARGIN may reach beyond the model's positions; no token of a trajectory does.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 
 from envclient.base.errors import ConfigError, VenusError, WireError
 
@@ -82,6 +83,8 @@ def endpoint(
         async def handler(request: Request) -> Response:
             try:
                 body = msgspec.msgpack.decode(await request.body(), type=request_type)
+            except ClientDisconnect:
+                return Response(status_code=499)  # the caller gave up; nobody reads this
             except (msgspec.ValidationError, msgspec.DecodeError) as error:
                 return _reply(WireFault(error="BadRequest", message=f"{path}: {error}"), 400)
             try:

@@ -59,6 +59,7 @@ async def serve(config: EnvConfig, listening: socket.socket, token: str) -> None
             log_config=None,
             access_log=False,
             lifespan="off",
+            timeout_keep_alive=120,  # longer than a client keeps an idle connection: no request meets a closing one
             timeout_graceful_shutdown=GRACE_S,
         )
         await Server(settings, service).serve(sockets=[listening])

@@ -12,8 +12,8 @@ from examples.tasks.libraries import library_named, root
 from examples.tasks.mutants import Site, apply, function_lines, functions, undo
 from examples.tasks.records import RepairRecord
 
-SOURCE_FILE = "/work/function.py"
-"""Where a sandbox keeps the function under repair."""
+SOURCE_FILE = "function.py"
+"""Where a sandbox keeps the function under repair, in its work folder."""
 CPU_LIMIT_S = 2.0
 """Processor seconds of a test run; the covering tests need a few hundredths."""
 WALL_LIMIT_S = 20.0

@@ -57,6 +57,8 @@ class Episode:
     trajectory_id: str
     group_id: str
     purpose: Purpose
+    place: int
+    """In the order of starts."""
     first: int = -1
     last: int = -1
     tokens: int = 0
@@ -190,6 +192,7 @@ class World:
                     self.reported.pop(trajectory, None)
             case DeliverGroup(step=step, replica=replica, group_id=group):
                 assert step == self.step and group in self.sealed
+                assert self.phase == "train", "handed out under the weights before the last step's"
                 assert self.step_of_group.setdefault(group, step) == step, "a group in two steps"
                 others = [r.group for i, r in enumerate(self.replicas) if i != replica]
                 assert group not in others and group not in dict(self.acked), "a group was handed out twice"
@@ -237,7 +240,7 @@ class World:
         assert not worker.paused and worker.version == self.dispatcher.version
         reports = sum(isinstance(event, TrajectoryEnded) for event in worker.outbox)
         assert len(worker.open) + reports < self.config.max_trajectories
-        episode = Episode(command.trajectory_id, command.group_id, command.purpose)
+        episode = Episode(command.trajectory_id, command.group_id, command.purpose, len(self.started))
         worker.open[command.trajectory_id] = episode
         self.started.add(command.trajectory_id)
         self.group_of[command.trajectory_id] = command.group_id
@@ -350,8 +353,13 @@ class World:
         episode.tokens += 3
 
     def end(self, choice: int, status: TrajectoryStatus, reward: float | None) -> bool:
-        """A trajectory ends (reward None: unlike its neighbour's); on a paused worker only what has generated."""
+        """A trajectory ends (reward None: unlike its neighbour's); on a paused worker only what has generated.
+
+        A negative choice ends the one that started last, and starves the others.
+        """
         playing = self.playable()
+        if choice < 0:
+            playing.sort(key=lambda pair: pair[1].place)
         if not playing:
             return False
         worker, episode = playing[choice % len(playing)]

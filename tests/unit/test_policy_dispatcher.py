@@ -352,6 +352,25 @@ def test_a_lost_worker_s_trajectories_restart_elsewhere() -> None:
     assert "w1" in stop.cause and "killed too" in stop.cause
 
 
+def test_a_worker_is_lost_while_it_discards_a_member_whose_sibling_waits() -> None:
+    bench = Bench(
+        batch=1, group_size=2, workers=2, async_factor=2.0, max_version_span=1, max_resamples=0, max_trajectories=1,
+        include_promoted=False,
+    )  # fmt: skip
+    bench.prompt()
+    assert started(bench.prompt()) == ["p1.0.0.0"], "on w1; its sibling waits"
+    bench.end("p0.0.0.0", worker="w0")
+    bench.end("p0.0.1.0", worker="w0")
+    bench.ask()
+    bench.acknowledge("p0.0")
+    bench.ask()
+    bench.send(StepFinished(step=1))
+    assert only(bench.sync(1, ("w0", "w1")), AbortTrajectory).trajectory_id == "p1.0.0.0"
+    out = bench.send(WorkerLost(worker="w1", cause="killed"))
+    assert only(out, ClosePrompt).status is PromptStatus.DISCARDED
+    assert started(out) == []
+
+
 def test_a_worker_with_old_weights_waits_for_the_next_sync() -> None:
     bench = Bench(batch=1, group_size=1)
     bench.prompt()

@@ -112,6 +112,8 @@ def server_environment(
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
+        # SGLang renames its processes; without this that overwrites /proc/PID/environ, by which a run's are found.
+        "SPT_NOENV": "1",
         # A kill during a JIT build leaves a stale lock in the shared folder and later builds wait for ever.
         "TORCH_EXTENSIONS_DIR": str(extensions),
         # With 1 the log-probs would be those before temperature.

@@ -25,6 +25,8 @@ from rollout.protocol import GenerateRequest, Generation
 from rollout.types import Capabilities
 
 _START_ATTEMPTS = 3
+_PROBE_S = 2.0
+_STOP_GRACE_S = 3.0
 # SGLang aborts every request whose id begins with the given one: a character that no trajectory id holds ends it.
 _END_OF_ID = "#"
 
@@ -99,9 +101,10 @@ class SglangEngine:
             if self._child is None or self._child.returncode is not None:
                 raise WireError(f"engine ended while starting, exit code {self._child and self._child.returncode}")
             try:
-                await self._get("/model_info")
+                # Bounded: another process on this port may accept and never answer.
+                await asyncio.wait_for(self._call("GET", "/model_info", None, {}), _PROBE_S)
                 return
-            except WireError:
+            except (WireError, TimeoutError):
                 await asyncio.sleep(0.25)
 
     async def wait_dead(self) -> str:
@@ -121,7 +124,7 @@ class SglangEngine:
     async def _stop_child(self) -> None:
         if self._child is not None:
             # The whole group: the scheduler would otherwise outlive a server that is killed.
-            await self._child.stop(grace_s=5.0)
+            await self._child.stop(grace_s=_STOP_GRACE_S)
             self._child = None
 
     # ---------------------------------------------------------------------------------------------- requests
@@ -169,9 +172,6 @@ class SglangEngine:
         """blake2b of every parameter as the engine holds it, one mapping per tensor-parallel rank."""
         reply = await self._post("/weights_checker", {"action": "venus_checksum"})
         return [rank["checksums"] for rank in reply["ranks"]]
-
-    async def _get(self, path: str) -> Any:
-        return await self._call("GET", path, None, {})
 
     async def _post(self, path: str, body: dict[str, Any], params: dict[str, str] | None = None) -> Any:
         return await self._call("POST", path, orjson.dumps(body), params or {})

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from envclient.base.errors import ConfigError, VenusError
 from envclient.base.wire import endpoint, make_app
-from envclient.policy.leases import Create, Destroy, Grant, LeaseBook, LeaseCommand
+from envclient.policy.leases import Create, Destroy, Grant, LeaseBook, LeaseCommand, Refuse
 from envclient.types import (
     Backend,
     Done,
@@ -146,18 +146,21 @@ class EnvService:
     async def _ask(self, key: str, template: str, trajectory: str, lifetime_s: float, twin_of: str) -> Lease:
         if self._closing:
             raise VenusError("the environment service is closing")
-        asker: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._askers.setdefault(key, []).append(asker)
-        self._apply(
-            self._book.ask(
-                key=key,
-                template=template,
-                trajectory=trajectory,
-                lifetime_s=lifetime_s,
-                now=self._clock(),
-                twin_of=twin_of,
-            )
+        commands = self._book.ask(
+            key=key,
+            template=template,
+            trajectory=trajectory,
+            lifetime_s=lifetime_s,
+            now=self._clock(),
+            twin_of=twin_of,
         )
+        asker: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        for command in commands:
+            if isinstance(command, (Grant, Refuse)):
+                self._answer(command, [asker])
+                return await asker
+        self._askers.setdefault(key, []).append(asker)
+        self._apply(commands)
         return await asker
 
     def _require_live(self, lease_id: str) -> None:
@@ -171,21 +174,25 @@ class EnvService:
             elif isinstance(command, Destroy):
                 self._destroyed[command.lease_id] = asyncio.get_running_loop().create_future()
                 self._spawn(self._destroy(command))
-            elif isinstance(command, Grant):
-                entry = self._book.entry(command.lease_id)
-                lease = Lease(
+            else:
+                self._answer(command, self._askers.pop(command.key, []))
+
+    def _answer(self, command: Grant | Refuse, askers: list[asyncio.Future[Lease]]) -> None:
+        for asker in askers:
+            if asker.done():
+                continue
+            if isinstance(command, Refuse):
+                asker.set_exception(VenusError(command.cause))
+                continue
+            entry = self._book.entry(command.lease_id)
+            asker.set_result(
+                Lease(
                     lease_id=entry.lease_id,
                     template=entry.template,
                     trajectory=entry.trajectory,
                     expires_at=entry.expires_at,
                 )
-                for asker in self._askers.pop(command.key, []):
-                    if not asker.done():
-                        asker.set_result(lease)
-            else:
-                for asker in self._askers.pop(command.key, []):
-                    if not asker.done():
-                        asker.set_exception(VenusError(command.cause, "raise env.max_sandboxes or look at its log"))
+            )
 
     async def _create(self, command: Create) -> None:
         try:

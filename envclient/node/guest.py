@@ -46,7 +46,7 @@ ZYGOTE_FD_VARIABLE = "VENUS_ZYGOTE_FD"
 PACK, UNPACK = "venus-pack", "venus-unpack"
 """Built-in applets behind `twin`: argv[1:] are folders; a tar of their files goes out, or comes in."""
 CHUNK = 65536
-WNOHANG_ROUNDS = 200
+KILL_ROUNDS, KILL_PAUSE_S = 500, 0.002
 
 
 def serve(applets: dict[str, Applet]) -> NoReturn:
@@ -273,22 +273,19 @@ class Agent:
                 self._kill(run)
 
     def _kill(self, run: Running) -> None:
-        """Kill the command's group and everything it left; daemons of earlier commands die with it.
+        """Kill the command's group and everything it left, and see it dead; daemons of earlier commands die with it.
 
-        With no other command running that is every process but this one, in one call that no fork can outrun.
+        With no other command running, that is every process but this one, in one call that no fork can outrun.
         """
         others = {other.pid for other in self._running.values() if other is not run and not other.timed_out}
-        if not others:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            return
-        for _ in range(WNOHANG_ROUNDS):
+        for _ in range(KILL_ROUNDS):
             victims = [pid for pid, session in processes() if session not in others and pid != os.getpid()]
-            for pid in victims:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
             if not victims:
                 return
+            for pid in victims if others else [-1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(KILL_PAUSE_S)
 
     def _reap(self) -> None:
         while True:

@@ -131,7 +131,10 @@ class LeaseBook:
     def ask(
         self, *, key: str, template: str, trajectory: str, lifetime_s: float, now: float, twin_of: str = ""
     ) -> list[LeaseCommand]:
-        """A lease is asked for; a key that is known joins the lease it has."""
+        """A lease is asked for; a key that is known joins the lease it has.
+
+        A Grant or Refuse in the result answers this asker alone; without one, the asker waits with all of its key.
+        """
         if key in self._ended_keys:
             return [Refuse(key=key, cause=f"the lease of key {key!r} has ended: {self._ended_keys[key]}")]
         if key in self._by_key:

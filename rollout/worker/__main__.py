@@ -35,7 +35,10 @@ def make_engine(
     if config.worker.engine == "scripted":
         from rollout.adapters.scripted_engine import ScriptedEngine
 
-        return ScriptedEngine(seed=seed, slots=config.worker.slots, **config.worker.engine_args)
+        try:
+            return ScriptedEngine(seed=seed, slots=config.worker.slots, **config.worker.engine_args)
+        except TypeError as error:
+            raise ConfigError(f"rollout.worker.engine_args: {error}", "see ScriptedEngine's arguments") from None
     if config.worker.engine == "sglang":
         from rollout.adapters.sglang_engine import SglangEngine
 
@@ -93,17 +96,17 @@ async def work(arguments: argparse.Namespace) -> None:
     engine = make_engine(arguments.run_dir, arguments.worker, arguments.model, token, run, model, config)
     async with EnvClient(arguments.environment, token) as environment, Client(arguments.coordinator, token) as client:
         agent = make_agent(config.agent, environment, arguments.model, model.context_length)
+        worker = RolloutWorker(
+            name=arguments.worker,
+            engine=engine,
+            agent=agent,
+            coordinator=client,
+            config=config,
+            context_length=model.context_length,
+            version=arguments.version,
+        )
         try:
             await engine.start()
-            worker = RolloutWorker(
-                name=arguments.worker,
-                engine=engine,
-                agent=agent,
-                coordinator=client,
-                config=config,
-                context_length=model.context_length,
-                version=arguments.version,
-            )
             await worker.run()
         finally:
             await engine.stop()

@@ -115,3 +115,8 @@ def make_loop(
 
 
 __all__ = ["STOP", "ToyAgent", "VenusError", "make_loop", "order", "run"]
+
+
+def make_agent(*, environment: object, model_path: str, context_length: int, turns: int = 3) -> ToyAgent:
+    """Factory in the form that `rollout.agent.factory` names."""
+    return ToyAgent(turns=turns)

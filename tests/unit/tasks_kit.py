@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -24,7 +25,8 @@ MODEL = str(DEFAULT_FOLDER)
 @contextlib.asynccontextmanager
 async def environment() -> AsyncIterator[EnvClient]:
     """A client of a service with the process backend, both in this event loop."""
-    sock = listen("127.0.0.1")
+    # Made again from its descriptor it knows that it is TCP, and asyncio switches Nagle's 40 ms off.
+    sock = socket.socket(fileno=listen("127.0.0.1").detach())
     async with EnvService(
         ProcessBackend(), LeaseBook(capacity=64, wait_s=60.0, prefix="t-"), time.monotonic
     ) as service:

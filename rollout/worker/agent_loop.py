@@ -133,7 +133,7 @@ class AgentLoop:
             queue_s=turn.queue_s,
             generate_s=turn.generate_s,
             cached_tokens=turn.cached_tokens,
-            prompt_tokens_sent=turn.sent_tokens,
+            sent_tokens=turn.sent_tokens,
         )
         self._report_turn(
             TurnEnded(

@@ -71,7 +71,7 @@ def test_an_episode_is_recorded_as_sampled() -> None:
     assert (trajectory.turns, trajectory.reward, trajectory.generated_tokens) == (2, 1.0, 6)
     assert [(t.turn, t.context_tokens, t.output_tokens) for t in turns] == [(1, 2, 3), (2, 8, 3)]
     assert trajectory.stats["tool_calls"] == 2.0
-    assert trajectory.stats["prompt_tokens_sent"] == 2 + 8
+    assert trajectory.stats["sent_tokens"] == 2 + 8
     assert trajectory.stats["cached_tokens"] == 5
     check(trajectory, agent)
 

@@ -15,6 +15,7 @@ from envclient.base.errors import ConfigError
 from megatron_venus.adapters import cpu
 from megatron_venus.checkpoint_index import Checkpoint
 from megatron_venus.config import VenusConfig
+from megatron_venus.rollout_log import RolloutLog
 
 if TYPE_CHECKING:
     from megatron_venus.grad_stream import GradientStream
@@ -30,6 +31,7 @@ class Parts:
     replica: int
     stream: GradientStream
     sync: WeightSync
+    rollouts: RolloutLog
     save: Callable[[int], None]
     """Write the checkpoint of this step; every replica calls it."""
 
@@ -79,7 +81,8 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
         checkpoint.save(run_dir, step, actor, stream.nonfinite_steps, hf_source=source, keep=keep)
 
     sync = WeightSync(actor.hf_tensors, actor_config.sync, token)
-    return Parts(replica=actor.replica, stream=stream, sync=sync, save=save)
+    rollouts = RolloutLog(run_dir, actor.replica, config.run.save_rollouts)
+    return Parts(replica=actor.replica, stream=stream, sync=sync, rollouts=rollouts, save=save)
 
 
 def _use_loopback_if_nameless() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envclient.base import configs
 from envclient.base.errors import PreflightError, main_guard
@@ -21,9 +20,6 @@ from megatron_venus.checkpoint_index import Checkpoint, checkpoint_dir, read_che
 from megatron_venus.config import VenusConfig
 from megatron_venus.coordinator_link import CoordinatorLink
 from rollout.types import BatchClosed, BatchCounts
-
-if TYPE_CHECKING:
-    from megatron_venus.grad_stream import GradientStream
 
 
 def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoint | None) -> None:
@@ -37,7 +33,7 @@ def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoi
         link.evaluate("before", 0)
     while made < run.steps:
         step, seconds = made + 1, {"time/wait_s": 0.0, "time/train_s": 0.0}
-        counts = add_groups(step, link, parts.stream, seconds)
+        counts = add_groups(step, link, parts, seconds)
         if counts.groups == 0:
             break
         started = time.monotonic()
@@ -60,7 +56,7 @@ def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoi
     setup.leave()
 
 
-def add_groups(step: int, link: CoordinatorLink, stream: GradientStream, seconds: dict[str, float]) -> BatchCounts:
+def add_groups(step: int, link: CoordinatorLink, parts: setup.Parts, seconds: dict[str, float]) -> BatchCounts:
     """Stream this replica's share of the batch into the gradient, until the coordinator closes it."""
     while True:
         started = time.monotonic()
@@ -69,7 +65,8 @@ def add_groups(step: int, link: CoordinatorLink, stream: GradientStream, seconds
         seconds["time/wait_s"] += arrived - started
         if isinstance(group, BatchClosed):
             return group.counts
-        link.acknowledge(group, stream.add(group))
+        link.acknowledge(group, parts.stream.add(group))
+        parts.rollouts.write(group)
         seconds["time/train_s"] += time.monotonic() - arrived
 
 

@@ -36,6 +36,8 @@ class RunConfig:
     """Evaluate the final weights."""
     eval_samples: int = 128
     """Trajectories per evaluation, spread evenly over the held-out tasks."""
+    save_rollouts: bool = False
+    """Write the trained groups of every step, tokens and all, into the run's `rollouts/`."""
     wandb: bool = True
     """Write an offline W&B run into the run's folder."""
 

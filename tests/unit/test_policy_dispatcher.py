@@ -372,20 +372,29 @@ def test_a_worker_is_lost_while_it_discards_a_member_whose_sibling_waits() -> No
 
 
 def test_a_worker_with_old_weights_waits_for_the_next_sync() -> None:
-    bench = Bench(batch=1, group_size=1)
+    bench = Bench(batch=1, group_size=1, async_factor=2.0)
     bench.prompt()
     bench.end("p0.0.0.0")
     bench.train("p0.0", 1)
     bench.join("w1", version=0)
-    assert [c.worker for c in bench.prompt() if isinstance(c, StartTrajectory)] == ["w0"]
+    workers = [c.worker for _ in range(2) for c in bench.prompt() if isinstance(c, StartTrajectory)]
+    assert workers == ["w0", "w0"], "w1 is idle, but may not start anything"
     bench.end("p1.0.0.0", versions=(1, 1))
     bench.ask(2)
     bench.acknowledge("p1.0", 2)
     bench.ask(2)
     bench.send(StepFinished(step=2))
     bench.sync(2, ("w0", "w1"))
-    bench.send(WorkerLost(worker="w0", cause="killed"))
     assert [c.worker for c in bench.prompt() if isinstance(c, StartTrajectory)] == ["w1"]
+
+
+def test_the_only_worker_with_old_weights_ends_the_run() -> None:
+    bench = Bench(batch=1, group_size=1)
+    bench.prompt()
+    bench.end("p0.0.0.0")
+    bench.train("p0.0", 1)
+    cause = only(bench.join("w0", version=0), StopRun).cause
+    assert "worker w0 holds weights of version 0, the run is at version 1" in cause
 
 
 def test_deadline_then_grace() -> None:

@@ -50,7 +50,7 @@ class Template(EnvRecord, frozen=True, kw_only=True):
     mounts: list[tuple[str, str]] = []
     warmup: list[str] = []
     env: dict[str, str] = {}
-    workdir: str = "/work"
+    workdir: str = "/workspace"
     """The only writable folder besides /tmp; private to a sandbox."""
     warmup_timeout_s: float = 60.0
     memory_bytes: int = 2 << 30

@@ -166,7 +166,7 @@ def test_read_and_write(play: Play) -> None:
     async def scenario(backend: Backend) -> None:
         data = os.urandom(3 * MiB)
         await backend.write("a", "deep/er/file.bin", data)
-        whole = await backend.read("a", "/work/deep/er/file.bin", 4 * MiB)
+        whole = await backend.read("a", "/workspace/deep/er/file.bin", 4 * MiB)
         assert whole.data == data and not whole.truncated
         cut = await backend.read("a", "deep/er/file.bin", 1000)
         assert cut.data == data[:1000] and cut.truncated
@@ -202,7 +202,7 @@ def test_no_way_out_by_link_or_dots(play: Play, tmp_path: Path) -> None:
 
     async def scenario(backend: Backend) -> None:
         host = str(secret)
-        dots = "/work/" + "../" * 20 + host.lstrip("/")
+        dots = "/workspace/" + "../" * 20 + host.lstrip("/")
         await sh(backend, "a", f"ln -s {host} link; ln -s {tmp_path} folder; ln -s /opt/lib/library.py lib")
         for path in (host, dots, "link", "folder/secret", "/proc/1/root" + host, "/etc/shadow"):
             with pytest.raises(VenusError):
@@ -249,7 +249,7 @@ def test_mounts_below_workdir_and_tmp_stay_visible(play: Play, tmp_path: Path) -
             assert (await sh(backend, sandbox, "echo changed > src/deep/lib.py || rm src/deep/lib.py")).exit_code != 0
 
     file = str(tmp_path / "lib.py")
-    play(scenario, mounts=[(str(tmp_path), "/work/src/deep"), (file, "/work/one.py"), (file, "/tmp/one.py")])
+    play(scenario, mounts=[(str(tmp_path), "/workspace/src/deep"), (file, "/workspace/one.py"), (file, "/tmp/one.py")])
 
 
 # -------------------------------------------------------------------------------------------------------- isolation
@@ -425,7 +425,7 @@ def test_memory_hog_hits_its_own_limit(play: Play) -> None:
 def test_full_disk_hits_its_own_limit(play: Play) -> None:
     async def scenario(backend: Backend) -> None:
         await backend.create("t", "b")
-        files = "/work/f /tmp/f /dev/shm/f"
+        files = "/workspace/f /tmp/f /dev/shm/f"
         script = f"for f in {files}; do head -c 7M /dev/zero > $f; done; du -scm {files} | tail -1"
         result = await sh(backend, "a", script)
         assert b"No space left" in result.output
@@ -435,7 +435,7 @@ def test_full_disk_hits_its_own_limit(play: Play) -> None:
         many = await py(backend, "a", "[open(f'/tmp/{i}', 'w').close() for i in range(100_000)]")
         assert b"No space left" in many.output
         await unharmed(backend, "b")
-        await sh(backend, "a", "rm -r /work/f /tmp/* /dev/shm/f")
+        await sh(backend, "a", "rm -r /workspace/f /tmp/* /dev/shm/f")
         await unharmed(backend, "a")
 
     play(scenario, disk_bytes=16 * MiB)

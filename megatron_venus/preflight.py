@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envclient.base.errors import ConfigError, PreflightError, VenusError
+from envclient.base.ports import listen
 from megatron_venus.config import VenusConfig
 
 NEEDED_DISK_BYTES = 512 << 20
@@ -163,6 +164,10 @@ def check_machine(config: VenusConfig, run_dir: Path) -> None:
     for module in ("sglang", "megatron", "wandb"):
         if importlib.util.find_spec(module) is None:
             raise PreflightError(f"Python package {module} is missing", "run: bash examples/quickstart.sh")
+    hub = config.rollout.coordinator
+    for host, port in ((config.env.host, config.env.port), (hub.host, hub.port)):
+        if port:
+            listen(host, port).close()
     place = run_dir
     while not place.exists():
         place = place.parent

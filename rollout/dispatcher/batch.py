@@ -77,7 +77,10 @@ class TrainBatch:
         heapq.heappush(self.ready, (group.oldest if group.oldest is not None else 0, group.order, group))
 
     def request(self, step: int, replica: int) -> bool:
-        """A replica asks; answered by `serve`. A late repeat never replaces a newer request. False when the step's batch is not known any more."""
+        """A replica asks; answered by `serve`. A late repeat never replaces a newer request.
+
+        Returns False when the step's batch is not known any more.
+        """
         if step < self.step and step not in self._past:
             return False
         self._waiting[replica] = max(step, self._waiting.get(replica, step))

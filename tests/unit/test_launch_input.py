@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from envclient.base.errors import ConfigError, PreflightError
+from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
 from megatron_venus import preflight
 from megatron_venus.launch import choose_run_dir, lock_run, resolve
@@ -96,11 +96,13 @@ def test_a_missing_program_and_a_full_disk_are_named(monkeypatch: pytest.MonkeyP
         preflight.check_machine(config(), tmp_path / "run")
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PreflightError, match=rf"127.0.0.1:{port}.*in use"):
             listen("127.0.0.1", port)
+        with pytest.raises(PreflightError, match=rf"127.0.0.1:{port}.*in use"):
+            preflight.check_machine(config(f"env.port={port}"), tmp_path / "run")
 
 
 def test_a_factory_that_is_not_there_is_named() -> None:
@@ -108,6 +110,14 @@ def test_a_factory_that_is_not_there_is_named() -> None:
         preflight.check_factories(config("rollout.tasks.factory=examples.no:thing"))
     with pytest.raises(ConfigError, match=r"rollout.agent.args: unknown key 'tols'"):
         preflight.check_factories(config("+rollout.agent.args.tols=edit".removeprefix("+")))
+
+
+def test_a_broken_tasks_file_is_named(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    whole = (ROOT / "examples/tasks/records.jsonl").read_text().splitlines()
+    records.write_text(whole[0] + "\n" + whole[1][:100] + "\n")
+    with pytest.raises(VenusError, match=r"records.jsonl.*line 2.*not JSON"):
+        preflight.check_factories(config(f"rollout.tasks.args.records={records}"))
 
 
 def test_the_program_ends_with_one_line_and_a_code(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_value_that_cannot_work_is_named(override: str, names: list[str]) -> N
 
 def test_short_keys_and_modes_reach_their_places() -> None:
     learn = config("mode=learn", "async_factor=1.5", "seed=7")
-    assert (learn.run.steps, learn.rollout.group.async_factor, learn.run.seed) == (30, 1.5, 7)
+    assert (learn.run.steps, learn.rollout.group.async_factor, learn.run.seed) == (36, 1.5, 7)
     assert config("mode=learn", "steps=3").run.steps == 3
     assert config().run.steps == 2
 

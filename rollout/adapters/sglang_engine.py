@@ -209,6 +209,8 @@ def _generation(reply: dict[str, Any], request: GenerateRequest) -> Generation:
         raise InvariantError(f"{where}: a log-prob is not finite or above 0: {logprobs}")
     if reason not in ("stop", "length", "abort"):
         raise InvariantError(f"{where}: finish reason {reason!r} is unknown")
+    if reason == "length" and token_ids[-1] in request.stop_token_ids:
+        reason = "stop"  # SGLang looks at the length first, but a turn whose last token stops it is whole
     if reason == "stop" and token_ids[-1] not in request.stop_token_ids:
         raise ConfigError(
             f"{where}: stopped at token {token_ids[-1]}, which is none of stop_token_ids {request.stop_token_ids}",

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from envclient.base.errors import WireError
+from examples.agents.dialogue import system_prompt
 from rollout.adapters.scripted_engine import ScriptedEngine
 from rollout.protocol import GenerateRequest, Generation
-from tests.conftest import EngineHost
+from rollout.worker.chat import ChatCodec
+from tests.conftest import MODEL, EngineHost
 
 STOP = 2
 # Far above 1 the distribution is nearly flat: a stop token is rare and generations are long.
@@ -59,6 +61,15 @@ def prompt(number: int, length: int = 24) -> list[int]:
     return [3 + (number * 31 + i * 7) % 240 for i in range(length)]
 
 
+def conversation() -> list[int]:
+    """A prompt as in training: the model answers with a short call and the stop token, not always but nearly."""
+    messages = [
+        {"role": "system", "content": system_prompt("edit")},
+        {"role": "user", "content": "Fix `f`. test_f: 1 != 2"},
+    ]
+    return ChatCodec(str(MODEL)).prompt_ids(messages)
+
+
 def check(generation: Generation, request: GenerateRequest) -> None:
     ids = generation.token_ids
     assert len(ids) == len(generation.logprobs)
@@ -75,8 +86,10 @@ def check(generation: Generation, request: GenerateRequest) -> None:
 
 
 def test_counts_logprobs_and_reasons_over_more_requests_than_slots(host: EngineHost) -> None:
+    talk = conversation()
+
     async def scenario() -> list[tuple[Generation, GenerateRequest]]:
-        requests = [ask(prompt(i), tokens=1 + i % 16) for i in range(80)]
+        requests = [ask(talk if i % 2 else prompt(i), tokens=1 + i % 16) for i in range(80)]
         answers = await asyncio.gather(*map(host.engine.generate, requests))
         return list(zip(answers, requests, strict=True))
 

@@ -20,7 +20,10 @@ from typing import Any
 from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
 from megatron_venus.config import VenusConfig
+from rollout.types import POLICY_NAMES
 
+LIVE_POLICIES = tuple(name for name in POLICY_NAMES if name != "oracle")
+"""`oracle` needs true lengths, which only a simulation has."""
 NEEDED_DISK_BYTES = 512 << 20
 _LIBRARIES = {"numa": "libnuma1", "ibverbs": "libibverbs1", "seccomp": "libseccomp2"}
 
@@ -56,7 +59,7 @@ def check_values(config: VenusConfig) -> None:
     choices = {
         "run.resume": (run.resume, ("never", "auto", "overwrite")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
-        "rollout.worker.policy": (worker.policy, ("action", "trajectory")),
+        "rollout.policy.name": (config.rollout.policy.name, LIVE_POLICIES),
         "rollout.group.on_lost_member": (group.on_lost_member, ("drop", "shrink")),
         "env.backend": (config.env.backend, ("process",)),
         "actor.loss.aggregation": (config.actor.loss.aggregation, ("token-mean",)),

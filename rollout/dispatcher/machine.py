@@ -26,9 +26,12 @@ from rollout.dispatcher.config import DispatcherConfig
 from rollout.dispatcher.evaluations import Evaluations
 from rollout.dispatcher.groups import Groups
 from rollout.dispatcher.pool import WorkerPool
-from rollout.dispatcher.records import Episode, EpisodeState, Group, Worker
+from rollout.dispatcher.records import Episode, EpisodeState, Group
 from rollout.dispatcher.sync import SyncState, WeightSync
 from rollout.policy.gate import Gate
+from rollout.policy.jobs import Job
+from rollout.policy.lengths import Lengths
+from rollout.policy.registry import make_policy
 from rollout.types import (
     AnyCommand,
     AnyEvent,
@@ -37,10 +40,12 @@ from rollout.types import (
     FetchPrompts,
     GroupAcknowledged,
     GroupRequested,
+    MoveTrajectory,
     PriorityClass,
     PromptStatus,
     PromptSubmitted,
     RunStarted,
+    SetClass,
     SourceExhausted,
     StartTrajectory,
     StepFinished,
@@ -51,6 +56,7 @@ from rollout.types import (
     TrajectoryEnded,
     TrajectoryStatus,
     TurnEnded,
+    TurnReady,
     WeightsAcknowledged,
     WorkerJoined,
     WorkerLost,
@@ -61,18 +67,22 @@ from rollout.types import (
 class Dispatcher:
     """Decides everything between prompt source, workers and actor."""
 
-    def __init__(self, config: DispatcherConfig) -> None:
+    def __init__(self, config: DispatcherConfig, truth: Lengths | None = None) -> None:
+        """`truth`: true lengths, for the policy `oracle` of a simulation."""
         self.config = config
         self.stopped: str | None = None
         """Cause of StopRun ('' when the source was drained)."""
         self._gate = Gate(config.gate_groups)
-        self._pool = WorkerPool(workers=config.workers, max_trajectories=config.max_trajectories)
+        self.policy = make_policy(config.policy, config.policy_limits, truth)
+        self._pool = WorkerPool(workers=config.workers, max_trajectories=config.max_trajectories, policy=self.policy)
         self._ages = Ages()
         self._batch = TrainBatch(config, self._ages, step=1)
-        self._groups = Groups(config, self._pool, self._gate, self._batch, self._ages)
+        self._groups = Groups(config, self._pool, self._gate, self._batch, self._ages, self.policy)
         self._sync = WeightSync()
         self._evaluations = Evaluations(self._pool)
         self._attempt = 0
+        self._epoch = 0
+        """Number of the last change of classes."""
         self._known: set[str] = set()
         """Every prompt id ever submitted: a repeated PromptSubmitted must not train twice."""
         self._backlog: deque[tuple[str, str]] = deque()
@@ -100,8 +110,8 @@ class Dispatcher:
             return out
         self._pool.now = now
         match event:
-            case TurnEnded():
-                self._turns_done += 1
+            case TurnReady() | TurnEnded():
+                self._turn(event, out)
                 return out
             case TrajectoryEnded():
                 self._trajectory_ended(event, out)
@@ -147,7 +157,8 @@ class Dispatcher:
         if not self._sync.active and self._pool.complete:
             self._evaluations.begin(self.version, out)
             self._admit(out)
-        self._start(out)
+        self.policy.places = max(0, self._batch.free - len(self._batch.ready))
+        self._schedule(out)
         self._batch.serve(drained=self._drained, out=out)
         if self._batch.closed is not None and self._batch.closed.groups == 0:
             self._stop("", out)
@@ -155,7 +166,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------- prompts and groups
 
     def _run_started(self, event: RunStarted) -> None:
-        self._groups.version = event.version
+        self._groups.version = self.policy.version = event.version
         self._batch.step = event.version + 1
         self._attempt = event.next_attempt
         for prompt_id, task_id in event.requeued:
@@ -183,21 +194,72 @@ class Dispatcher:
             self._gate.expected += room
             out.append(FetchPrompts(count=room))
 
-    def _start(self, out: list[AnyCommand]) -> None:
-        """Start queued trajectories; evaluations also while a sync waits for them."""
+    # ---------------------------------------------------------------------------------------------------- schedule
+
+    def _turn(self, event: TurnReady | TurnEnded, out: list[AnyCommand]) -> None:
+        now = self._pool.now
+        ended = isinstance(event, TurnEnded)
+        self._turns_done += ended
+        if not self.policy.wants_turns:
+            return
+        if isinstance(event, TurnEnded):
+            self.policy.turn_ended(event.trajectory_id, event.turn, event.context_tokens, event.output_tokens, now)
+        else:
+            self.policy.turn_ready(event.trajectory_id, event.turn, event.context_tokens, now)
+        self._schedule(out)
+
+    def _schedule(self, out: list[AnyCommand]) -> None:
+        """Let the policy decide, tell the workers, and start what may start."""
+        self._tell(self.policy.decide(self._pool.now), out)
+        while self._start(out):
+            self._tell(self.policy.decide(self._pool.now), out)
+        if self.policy.moves:
+            self._move(out)
+
+    def _tell(self, jobs: list[Job], out: list[AnyCommand]) -> None:
+        """Classes or ranks of `jobs` changed."""
+        self._epoch += bool(jobs)
+        for job in jobs:
+            episode = self._pool.episodes[job.trajectory_id]
+            if episode.state is EpisodeState.WAITING:
+                self._pool.requeue(episode)
+            elif episode.told != (job.priority, job.rank) and self._obeys(episode):
+                parked = job.priority is PriorityClass.PARKED
+                if parked is not (episode.told[0] is PriorityClass.PARKED):
+                    self._pool.parked(episode, parked)
+                episode.told = (job.priority, job.rank)
+                out.append(
+                    SetClass(
+                        worker=episode.worker,
+                        trajectory_id=job.trajectory_id,
+                        priority=job.priority,
+                        epoch=self._epoch,
+                        rank=job.rank,
+                        cause=job.cause,
+                    )
+                )
+
+    def _obeys(self, episode: Episode) -> bool:
+        return self._pool.workers[episode.worker].capabilities.priority
+
+    def _start(self, out: list[AnyCommand]) -> bool:
+        """Start queued trajectories; evaluations also while a sync waits for them. Whether there were any."""
+        any_started = False
         for episode in self._pool.startable(
             train=not self._sync.active, evaluate=self._sync.state in (SyncState.IDLE, SyncState.DUE)
         ):
+            any_started = True
             episode.version = self.version
             owner = episode.owner
-            if isinstance(owner, Group):
-                self._groups.age(owner, out)
-                priority = owner.priority
-            else:
-                priority = PriorityClass.HIGH  # a sync may be waiting for it
-            if not self._pool.workers[episode.worker].capabilities.priority:
-                priority = PriorityClass.LOW
             self._pool.open(episode, self.config.deadline_s)
+            priority, rank, cause = PriorityClass.HIGH, 0, ""  # an evaluation: a sync may be waiting for it
+            if isinstance(owner, Group):
+                self._groups.age(owner)
+                assert episode.job is not None
+                priority, rank, cause = episode.job.priority, episode.job.rank, episode.job.cause
+            if not self._obeys(episode):
+                priority, rank, cause = PriorityClass.LOW, 0, ""
+            episode.told = (priority, rank)
             out.append(
                 StartTrajectory(
                     worker=episode.worker,
@@ -206,8 +268,30 @@ class Dispatcher:
                     task_id=episode.task_id,
                     purpose=episode.purpose,
                     priority=priority,
+                    rank=rank,
+                    cause=cause,
                 )
             )
+        return any_started
+
+    def _move(self, out: list[AnyCommand]) -> None:
+        """Pending turns go to other workers. None while weights change: both ends would have to be paused alike."""
+        moves, self.policy.moves = self.policy.moves, []
+        for move in moves:
+            episode = self._pool.episodes.get(move.job.trajectory_id)
+            target = self._pool.workers.get(move.to)
+            if episode is None or episode.state is not EpisodeState.RUNNING or target is None:
+                continue
+            fits = len(target.open) < self.config.max_trajectories and target.usable and not self._sync.active
+            able = target.capabilities.migration and self._pool.workers[episode.worker].capabilities.migration
+            if fits and able and move.to != episode.worker:
+                out.append(
+                    MoveTrajectory(
+                        worker=episode.worker, trajectory_id=episode.trajectory_id, to=move.to, cause=move.cause
+                    )
+                )
+                self._pool.move(episode, move.to)
+                self.policy.moved(move.job, move.to)
 
     def _trajectory_ended(self, event: TrajectoryEnded, out: list[AnyCommand]) -> None:
         episode = self._pool.episodes.get(event.trajectory_id)
@@ -216,6 +300,8 @@ class Dispatcher:
             return
         if episode.state not in (EpisodeState.RUNNING, EpisodeState.ABORTING):
             return
+        if episode.job is not None and event.status in (TrajectoryStatus.FINISHED, TrajectoryStatus.TRUNCATED):
+            self.policy.finished(episode.job, event.generated_tokens)
         self._pool.end(episode)
         self._trajectories_done += 1
         if isinstance(episode.owner, Group):
@@ -224,6 +310,7 @@ class Dispatcher:
             self._evaluations.ended(episode.owner, out)
 
     def _tick(self, out: list[AnyCommand]) -> None:
+        self.policy.tick(self._pool.now)
         for episode in self._pool.due():
             if episode.state is EpisodeState.ABORTING:
                 grace = self.config.abort_grace_s
@@ -282,7 +369,8 @@ class Dispatcher:
         self._sync.finish()
         for worker in self._pool.workers.values():
             worker.usable = worker.name in self._sync.members
-        self._groups.promote(self._sync.version, out)
+        self._pool.touch()
+        self._groups.promote(self._sync.version)
         if self.version >= self.step - 1:
             self._open_batch()
 
@@ -299,7 +387,7 @@ class Dispatcher:
         else:
             left = []
         usable = event.version == self.version and not self._sync.begun
-        self._pool.join(Worker(name=event.worker, slots=event.slots, usable=usable, capabilities=event.capabilities))
+        self._pool.join(event, usable=usable)
         self._sync.add(event.worker, out)
         if self._pool.complete and self._pool.place() is None:
             held = f"holds weights of version {event.version}, the run is at version {self.version}"

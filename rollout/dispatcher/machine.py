@@ -27,9 +27,9 @@ from rollout.dispatcher.evaluations import Evaluations
 from rollout.dispatcher.groups import Groups
 from rollout.dispatcher.pool import WorkerPool
 from rollout.dispatcher.records import Episode, EpisodeState, Group
+from rollout.dispatcher.schedule import Schedule
 from rollout.dispatcher.sync import SyncState, WeightSync
 from rollout.policy.gate import Gate
-from rollout.policy.jobs import Job
 from rollout.policy.lengths import Lengths
 from rollout.policy.registry import make_policy
 from rollout.types import (
@@ -40,14 +40,10 @@ from rollout.types import (
     FetchPrompts,
     GroupAcknowledged,
     GroupRequested,
-    MoveTrajectory,
-    PriorityClass,
     PromptStatus,
     PromptSubmitted,
     RunStarted,
-    SetClass,
     SourceExhausted,
-    StartTrajectory,
     StepFinished,
     StopRun,
     SyncFinished,
@@ -79,10 +75,9 @@ class Dispatcher:
         self._batch = TrainBatch(config, self._ages, step=1)
         self._groups = Groups(config, self._pool, self._gate, self._batch, self._ages, self.policy)
         self._sync = WeightSync()
+        self._schedule = Schedule(config, self.policy, self._pool, self._groups, self._sync)
         self._evaluations = Evaluations(self._pool)
         self._attempt = 0
-        self._epoch = 0
-        """Number of the last change of classes."""
         self._known: set[str] = set()
         """Every prompt id ever submitted: a repeated PromptSubmitted must not train twice."""
         self._backlog: deque[tuple[str, str]] = deque()
@@ -111,7 +106,8 @@ class Dispatcher:
         self._pool.now = now
         match event:
             case TurnReady() | TurnEnded():
-                self._turn(event, out)
+                self._turns_done += isinstance(event, TurnEnded)
+                self._schedule.turn(event, out)
                 return out
             case TrajectoryEnded():
                 self._trajectory_ended(event, out)
@@ -158,7 +154,7 @@ class Dispatcher:
             self._evaluations.begin(self.version, out)
             self._admit(out)
         self.policy.places = max(0, self._batch.free - len(self._batch.ready))
-        self._schedule(out)
+        self._schedule.run(out)
         self._batch.serve(drained=self._drained, out=out)
         if self._batch.closed is not None and self._batch.closed.groups == 0:
             self._stop("", out)
@@ -193,105 +189,6 @@ class Dispatcher:
         if room > 0 and not self._exhausted:
             self._gate.expected += room
             out.append(FetchPrompts(count=room))
-
-    # ---------------------------------------------------------------------------------------------------- schedule
-
-    def _turn(self, event: TurnReady | TurnEnded, out: list[AnyCommand]) -> None:
-        now = self._pool.now
-        ended = isinstance(event, TurnEnded)
-        self._turns_done += ended
-        if not self.policy.wants_turns:
-            return
-        if isinstance(event, TurnEnded):
-            self.policy.turn_ended(event.trajectory_id, event.turn, event.context_tokens, event.output_tokens, now)
-        else:
-            self.policy.turn_ready(event.trajectory_id, event.turn, event.context_tokens, now)
-        self._schedule(out)
-
-    def _schedule(self, out: list[AnyCommand]) -> None:
-        """Let the policy decide, tell the workers, and start what may start."""
-        self._tell(self.policy.decide(self._pool.now), out)
-        while self._start(out):
-            self._tell(self.policy.decide(self._pool.now), out)
-        if self.policy.moves:
-            self._move(out)
-
-    def _tell(self, jobs: list[Job], out: list[AnyCommand]) -> None:
-        """Classes or ranks of `jobs` changed."""
-        self._epoch += bool(jobs)
-        for job in jobs:
-            episode = self._pool.episodes[job.trajectory_id]
-            if episode.state is EpisodeState.WAITING:
-                self._pool.requeue(episode)
-            elif episode.told != (job.priority, job.rank) and self._obeys(episode):
-                parked = job.priority is PriorityClass.PARKED
-                if parked is not (episode.told[0] is PriorityClass.PARKED):
-                    self._pool.parked(episode, parked)
-                episode.told = (job.priority, job.rank)
-                out.append(
-                    SetClass(
-                        worker=episode.worker,
-                        trajectory_id=job.trajectory_id,
-                        priority=job.priority,
-                        epoch=self._epoch,
-                        rank=job.rank,
-                        cause=job.cause,
-                    )
-                )
-
-    def _obeys(self, episode: Episode) -> bool:
-        return self._pool.workers[episode.worker].capabilities.priority
-
-    def _start(self, out: list[AnyCommand]) -> bool:
-        """Start queued trajectories; evaluations also while a sync waits for them. Whether there were any."""
-        any_started = False
-        for episode in self._pool.startable(
-            train=not self._sync.active, evaluate=self._sync.state in (SyncState.IDLE, SyncState.DUE)
-        ):
-            any_started = True
-            episode.version = self.version
-            owner = episode.owner
-            self._pool.open(episode, self.config.deadline_s)
-            priority, rank, cause = PriorityClass.HIGH, 0, ""  # an evaluation: a sync may be waiting for it
-            if isinstance(owner, Group):
-                self._groups.age(owner)
-                assert episode.job is not None
-                priority, rank, cause = episode.job.priority, episode.job.rank, episode.job.cause
-            if not self._obeys(episode):
-                priority, rank, cause = PriorityClass.LOW, 0, ""
-            episode.told = (priority, rank)
-            out.append(
-                StartTrajectory(
-                    worker=episode.worker,
-                    trajectory_id=episode.trajectory_id,
-                    group_id=owner.group_id if isinstance(owner, Group) else owner.eval_id,
-                    task_id=episode.task_id,
-                    purpose=episode.purpose,
-                    priority=priority,
-                    rank=rank,
-                    cause=cause,
-                )
-            )
-        return any_started
-
-    def _move(self, out: list[AnyCommand]) -> None:
-        """Pending turns go to other workers. None while weights change: both ends would have to be paused alike."""
-        moves, self.policy.moves = self.policy.moves, []
-        for move in moves:
-            episode = self._pool.episodes.get(move.job.trajectory_id)
-            target = self._pool.workers.get(move.to)
-            if episode is None or episode.state is not EpisodeState.RUNNING or target is None:
-                continue
-            fits = len(target.open) < self.config.max_trajectories and target.usable and not self._sync.active
-            able = target.capabilities.migration and self._pool.workers[episode.worker].capabilities.migration
-            if fits and able and move.to != episode.worker:
-                out.append(
-                    MoveTrajectory(
-                        worker=episode.worker, trajectory_id=episode.trajectory_id, to=move.to, cause=move.cause
-                    )
-                )
-                self._pool.move(episode, move.to)
-                self.policy.moved(move.job, move.to)
 
     def _trajectory_ended(self, event: TrajectoryEnded, out: list[AnyCommand]) -> None:
         episode = self._pool.episodes.get(event.trajectory_id)

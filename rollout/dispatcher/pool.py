@@ -168,6 +168,13 @@ class WorkerPool:
         episode.worker = to
         self.workers[to].open[episode.trajectory_id] = episode
 
+    def rehome(self, episode: Episode, to: str) -> None:
+        """A waiting episode will start on another worker."""
+        del self.workers[episode.worker].waiting[episode.trajectory_id]
+        episode.worker = to
+        self.workers[to].waiting[episode.trajectory_id] = episode
+        self.requeue(episode)
+
     def parked(self, episode: Episode, parked: bool) -> None:
         """A running episode is parked, or is not any more: its deadline does not count the time between."""
         if parked:

@@ -35,8 +35,6 @@ class Policy:
     """Whether TurnReady must be reported, and turns are followed at all."""
     promotes: ClassVar[bool] = True
     """Whether a group at its last valid version comes before all others."""
-    tiers: ClassVar[bool] = False
-    """Whether engines that have reference tiers should derive them from the classes."""
 
     def __init__(self, settings: PolicySettings, limits: PolicyLimits, lengths: Lengths) -> None:
         self.settings = settings
@@ -53,6 +51,16 @@ class Policy:
         self.tool_s = 0.0
         self.turn_tokens = 0.0
         self._changed: dict[str, Job] = {}
+
+    @classmethod
+    def slot_rule(cls, settings: PolicySettings) -> str:
+        """The rule of the workers' slots under these settings."""
+        return cls.slots
+
+    @classmethod
+    def uses_tiers(cls, settings: PolicySettings) -> bool:
+        """Whether engines that have reference tiers should derive them from the classes."""
+        return False
 
     # ------------------------------------------------------------------------------------- told by the dispatcher
 
@@ -133,8 +141,9 @@ class Policy:
     def moved(self, job: Job, to: str) -> None:
         """The dispatcher sent the job to another worker, as the policy wished."""
         before, after = self.workers[job.worker], self.workers[to]
-        before.jobs, before.open = before.jobs - 1, before.open - 1
-        after.jobs, after.open = after.jobs + 1, after.open + 1
+        started = int(job.phase is not Phase.NEW)
+        before.jobs, before.open = before.jobs - 1, before.open - started
+        after.jobs, after.open = after.jobs + 1, after.open + started
         origin, job.worker = job.worker, to
         self._moved(job, origin)
 

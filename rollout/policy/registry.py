@@ -5,16 +5,26 @@ from __future__ import annotations
 from envclient.base.errors import ConfigError
 from rollout.policy.base import ActionPolicy, Policy, TrajectoryPolicy
 from rollout.policy.lengths import Lengths, OnlineLengths
+from rollout.policy.paper import FcfsPriorityPolicy, LongestFirstPolicy, PaperPolicy
+from rollout.policy.program_aware import ProgramAwarePlusPolicy, ProgramAwarePolicy
 from rollout.policy.settings import PolicyLimits, PolicySettings
+from rollout.policy.venus import OraclePolicy, VenusPolicy
 
 POLICIES: dict[str, type[Policy]] = {
     "action": ActionPolicy,
     "trajectory": TrajectoryPolicy,
+    "fcfs_priority": FcfsPriorityPolicy,
+    "longest_first": LongestFirstPolicy,
+    "program_aware": ProgramAwarePolicy,
+    "program_aware_plus": ProgramAwarePlusPolicy,
+    "paper": PaperPolicy,
+    "venus": VenusPolicy,
+    "oracle": OraclePolicy,
 }
 
 
 def policy_class(settings: PolicySettings) -> type[Policy]:
-    """The class that `settings.name` names: its `slots`, `wants_turns` and `tiers` tell what workers must do."""
+    """The class that `settings.name` names; its `slot_rule`, `wants_turns` and `uses_tiers` say what workers do."""
     return POLICIES[settings.name]
 
 

@@ -307,6 +307,10 @@ POLICIES: dict[str, type[ActionSlots]] = {
 }
 
 
+CLASS_RULES = ("priority", "rank")
+"""Those that obey classes."""
+
+
 def make_slots(rule: str, slots: int) -> SlotPolicy:
     """The rule that a whole policy's `slots` names.
 

@@ -17,7 +17,7 @@ from envclient.base.wire import Client
 from rollout.config import RolloutConfig
 from rollout.policy.registry import policy_class
 from rollout.policy.settings import PolicySettings
-from rollout.policy.slots import make_slots
+from rollout.policy.slots import CLASS_RULES, make_slots
 from rollout.protocol import Agent, Empty, Engine, JoinRequest
 from rollout.types import (
     AbortTrajectory,
@@ -65,10 +65,12 @@ class RolloutWorker:
         self._agent = agent
         self._coordinator = coordinator
         self._config = config
-        self._policy = policy_class(PolicySettings.from_config(config.policy))
+        settings = PolicySettings.from_config(config.policy)
+        policy = policy_class(settings)
+        self._slot_rule = policy.slot_rule(settings)
         self._slots = SlotScheduler(
             engine,
-            make_slots(self._policy.slots, config.worker.slots),
+            make_slots(self._slot_rule, config.worker.slots),
             version=version,
             temperature=config.sampling.temperature,
         )
@@ -78,7 +80,7 @@ class RolloutWorker:
             self._slots,
             context_length=context_length,
             report_turn=self._mail.report,
-            report_ready=self._mail.report if self._policy.wants_turns else None,
+            report_ready=self._mail.report if policy.wants_turns else None,
         )
         self._tasks: asyncio.TaskGroup | None = None
         self._playing: dict[str, asyncio.Future[Trajectory] | None] = {}
@@ -127,7 +129,7 @@ class RolloutWorker:
     def _capabilities(self) -> Capabilities:
         """The engine's; classes are obeyed by the slots, whatever the engine can do."""
         engine = self._engine.capabilities
-        if self._policy.slots in ("priority", "rank"):
+        if self._slot_rule in CLASS_RULES:
             return msgspec.structs.replace(engine, priority=True)
         return engine
 

@@ -25,7 +25,9 @@ from rollout.types import (
     GrantSync,
     GroupAcknowledged,
     GroupRequested,
+    MoveTrajectory,
     PauseWorker,
+    PriorityClass,
     PromptStatus,
     PromptSubmitted,
     Purpose,
@@ -43,6 +45,7 @@ from rollout.types import (
     TrajectoryEnded,
     TrajectoryStatus,
     TurnEnded,
+    TurnReady,
     WeightsAcknowledged,
     WorkerJoined,
     WorkerLost,
@@ -62,6 +65,10 @@ class Episode:
     first: int = -1
     last: int = -1
     tokens: int = 0
+    turns: int = 0
+    context: int = 9
+    ready: bool = False
+    """It wants a slot."""
     abort: TrajectoryStatus | None = None
 
 
@@ -92,8 +99,15 @@ class World:
         requeued: int = 0,
         resume_step: int = 0,
         priority: bool = False,
+        migration: bool = False,
+        kv_tokens: int = 0,
     ) -> None:
         self.config = config
+        self.kv_tokens = kv_tokens
+        self.migration = migration
+        self.located: dict[str, str] = {}
+        """Where the dispatcher holds a place for each trajectory whose end it does not know yet."""
+        self.moves = 0
         self.dispatcher = Dispatcher(config)
         self.now = 0.0
         self.log: list[tuple[AnyEvent, float, list[AnyCommand]]] = []
@@ -126,7 +140,7 @@ class World:
         self.submitted: dict[str, PromptStatus] = {}
         self.running_evals: set[str] = set()
         self.evals = 0
-        self.classes: dict[str, object] = {}
+        self.classes: dict[str, tuple[PriorityClass, int]] = {}
         self.discards = 0
         self.promised_no_discards = False
         self.stop_cause: str | None = None
@@ -140,6 +154,7 @@ class World:
 
     def send(self, event: AnyEvent) -> None:
         if isinstance(event, TrajectoryEnded):
+            self.located.pop(event.trajectory_id, None)
             self.reported.setdefault(event.trajectory_id, event)
         self.broken = True
         commands = self.dispatcher.handle(event, self.now)
@@ -174,11 +189,19 @@ class World:
                 if episode is not None:
                     assert episode.abort is None, "aborted twice"
                     episode.abort = status
-            case SetClass(worker=name, trajectory_id=trajectory, priority=priority):
+            case SetClass(worker=name, trajectory_id=trajectory, priority=priority, rank=rank, cause=cause):
                 assert self.priority and trajectory in self.started
-                assert self.classes[trajectory] is not priority, "the class did not change"
-                self.classes[trajectory] = priority
+                assert self.classes[trajectory] != (priority, rank), "neither class nor rank changed"
+                assert cause and self.located[trajectory] == name
+                self.classes[trajectory] = (priority, rank)
                 assert name in self.workers
+            case MoveTrajectory(worker=name, trajectory_id=trajectory, to=to, cause=cause):
+                assert self.migration and cause and name != to and self.located[trajectory] == name
+                assert self.phase in ("train", "sync_due"), "moved during a sync"
+                self.located[trajectory] = to
+                self.moves += 1
+                if (episode := self.workers[name].open.pop(trajectory, None)) is not None:
+                    self.workers[to].open[trajectory] = episode
             case SealGroup():
                 self.seal(command)
             case ClosePrompt():
@@ -238,13 +261,15 @@ class World:
         worker = self.workers[command.worker]
         assert command.trajectory_id not in self.started, "started twice"
         assert not worker.paused and worker.version == self.dispatcher.version
-        reports = sum(isinstance(event, TrajectoryEnded) for event in worker.outbox)
-        assert len(worker.open) + reports < self.config.max_trajectories
+        places = sum(name == command.worker for name in self.located.values())
+        assert places < self.config.max_trajectories
+        assert command.priority is not PriorityClass.PARKED, "a parked trajectory was started"
+        self.located[command.trajectory_id] = command.worker
         episode = Episode(command.trajectory_id, command.group_id, command.purpose, len(self.started))
         worker.open[command.trajectory_id] = episode
         self.started.add(command.trajectory_id)
         self.group_of[command.trajectory_id] = command.group_id
-        self.classes[command.trajectory_id] = command.priority
+        self.classes[command.trajectory_id] = (command.priority, command.rank)
         if command.purpose is Purpose.TRAIN:
             assert self.phase in ("train", "sync_due"), "a training trajectory was started during a sync"
             self.in_flight.add(command.group_id)
@@ -285,8 +310,15 @@ class World:
         name = f"w{self.joined}"
         self.joined += 1
         self.workers[name] = Worker(name, self.dispatcher.version, self.priority)
-        capabilities = Capabilities(priority=self.priority)
-        self.send(WorkerJoined(worker=name, slots=4, version=self.dispatcher.version, capabilities=capabilities))
+        self.send(
+            WorkerJoined(
+                worker=name,
+                slots=4,
+                version=self.dispatcher.version,
+                capabilities=Capabilities(priority=self.priority, migration=self.migration),
+                kv_tokens=self.kv_tokens,
+            )
+        )
 
     def lose(self, choice: int) -> None:
         """Not the last one that holds current weights."""
@@ -299,6 +331,7 @@ class World:
             return
         worker = self.workers.pop(names[choice % len(names)])
         self.departed.extend(event for event in worker.outbox if isinstance(event, TrajectoryEnded))
+        self.located = {t: name for t, name in self.located.items() if name != worker.name}
         self.acknowledge(worker.name)
         self.send(WorkerLost(worker=worker.name, cause="killed by the test"))
         assert not self.stop_cause or "no other one can take over" in self.stop_cause
@@ -332,30 +365,46 @@ class World:
         return [(worker, episode) for worker in self.workers.values() for episode in worker.open.values()]
 
     def sample(self, choice: int) -> None:
-        """A trajectory generates a turn under its worker's weights."""
-        playing = [pair for pair in self.playable() if not pair[0].paused]
+        """A trajectory that is not parked goes on: it wants a turn, or generates it under its worker's weights."""
+        playing = [pair for pair in self.playable() if not pair[0].paused and not self.parked(pair[1])]
         if playing:
-            worker, episode = playing[choice % len(playing)]
-            self.generate(worker, episode)
-            worker.outbox.append(
-                TurnEnded(
-                    trajectory_id=episode.trajectory_id,
-                    turn=0,
-                    context_tokens=9,
-                    output_tokens=3,
-                    version=worker.version,
-                )
+            self.advance(*playing[choice % len(playing)])
+
+    def parked(self, episode: Episode) -> bool:
+        return self.classes[episode.trajectory_id][0] is PriorityClass.PARKED
+
+    def advance(self, worker: Worker, episode: Episode) -> None:
+        if not episode.ready:
+            episode.ready = True
+            event = TurnReady(
+                trajectory_id=episode.trajectory_id, turn=episode.turns + 1, context_tokens=episode.context
             )
+            worker.outbox.append(event)
+            return
+        self.generate(worker, episode)
+        episode.ready = False
+        episode.turns += 1
+        worker.outbox.append(
+            TurnEnded(
+                trajectory_id=episode.trajectory_id,
+                turn=episode.turns,
+                context_tokens=episode.context,
+                output_tokens=3,
+                version=worker.version,
+            )
+        )
+        episode.context += 5
 
     def generate(self, worker: Worker, episode: Episode) -> None:
         episode.first = worker.version if episode.first < 0 else episode.first
         episode.last = worker.version
         episode.tokens += 3
 
-    def end(self, choice: int, status: TrajectoryStatus, reward: float | None) -> bool:
+    def end(self, choice: int, status: TrajectoryStatus, reward: float | None, *, parked: bool = True) -> bool:
         """A trajectory ends (reward None: unlike its neighbour's); on a paused worker only what has generated.
 
-        A negative choice ends the one that started last, and starves the others.
+        A negative choice ends the one that started last, and starves the others. A parked one can end by its tool,
+        unless `parked` is False: then nothing happens.
         """
         playing = self.playable()
         if choice < 0:
@@ -363,10 +412,12 @@ class World:
         if not playing:
             return False
         worker, episode = playing[choice % len(playing)]
+        if episode.abort is None and not parked and self.parked(episode):
+            return False
         if episode.abort is not None:
             status = episode.abort if status is not TrajectoryStatus.FINISHED or episode.tokens == 0 else status
         elif status in SCORED and episode.tokens == 0:
-            if worker.paused:
+            if worker.paused or self.parked(episode):
                 return False
             self.generate(worker, episode)
         del worker.open[episode.trajectory_id]
@@ -447,7 +498,9 @@ class World:
         recent = [
             event
             for event, _, _ in self.log[-40:]
-            if not isinstance(event, RunStarted | WorkerJoined | WorkerLost | Tick | TurnEnded | SourceExhausted)
+            if not isinstance(
+                event, RunStarted | WorkerJoined | WorkerLost | Tick | TurnReady | TurnEnded | SourceExhausted
+            )
         ]
         if recent:
             event = recent[choice % len(recent)]
@@ -467,7 +520,7 @@ class World:
         while len(self.workers) < self.config.workers:
             self.join()
         goal = self.steps_done + steps
-        turn = 0
+        turn = idle = 0
         while self.steps_done < goal and self.stop_cause is None:
             moved = False
             while self.deliver_prompt():
@@ -476,13 +529,17 @@ class World:
                 moved = True
             for _ in range(len(self.playable())):
                 turn += 1
-                moved |= self.end(turn, TrajectoryStatus.FINISHED, reward=None)
+                moved |= self.end(turn, TrajectoryStatus.FINISHED, reward=None, parked=False)
                 while self.deliver_report(turn):
                     moved = True
             for index, replica in enumerate(self.replicas):
                 if not (replica.waiting or replica.closed):
                     moved |= self.replica(index)
             moved |= self.actor()
+            idle = 0 if moved else idle + 1
+            if idle in (1, 2):  # some policies decide at intervals only
+                self.tick(5.0)
+                continue
             assert moved, f"deadlock: phase {self.phase}, {self.dispatcher.statistics()}, {self.dispatcher.counts()}"
 
     def check_end(self) -> None:

@@ -148,7 +148,8 @@ class PaperPolicy(GroupedPolicy):
             return
         target = min(others, key=self.pressure)
         there = self.pressure(target)
-        if pressure - there > self.settings.move_gap:
+        weight = 2 * job.context_tokens / target.kv_tokens  # what the move itself changes: it must not pay to go back
+        if pressure - there > self.settings.move_gap + weight:
             cause = f"HIGH KV pressure is {pressure:.2f} here and {there:.2f} there"
             self.moves.append(Move(job=job, to=target.name, cause=cause))
 

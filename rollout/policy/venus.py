@@ -7,6 +7,7 @@ another turn, whatever slots are free. Class, membership and (in the engine) tie
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from rollout.policy.base import HIGH, LOW, PARKED
@@ -16,7 +17,7 @@ from rollout.policy.lengths import Lengths
 from rollout.policy.settings import PolicyLimits, PolicySettings
 from rollout.policy.working_set import Key, WorkingSet
 
-_STEP = 1.05
+_STEP = 1.1
 """Ratio of neighbouring F_g that count as different."""
 
 
@@ -122,7 +123,9 @@ class VenusPolicy(GroupedPolicy):
         group = job.group
         key = self._keyed.get(group.order) or self._group_key(group)
         outside: Key = (*key, -bucket(job.expected_tokens, 1.3))
-        inside: Key = outside if key[0] == 0 else (key[0], key[1] + self._favour, *outside[2:])
+        # A member is never put out for a sibling, and for another group only when that is clearly better.
+        favour = self._favour if key[0] else 0
+        inside: Key = (key[0], key[1] + favour, key[2], -math.inf)
         prompt = group.prompt_tokens or self.prompt_tokens
         held = max(0.0, job.context_tokens - prompt) + self.turn_tokens
         growth = max(0.0, job.expected_context - job.context_tokens - self.turn_tokens)
@@ -176,7 +179,7 @@ class VenusPolicy(GroupedPolicy):
         if target is None or not self._sets[target.name].fits(entry.reserved, job.group.prompt_tokens):
             return
         gap = (self._sets[target.name].free - self._sets[here.name].free) / target.kv_tokens
-        if gap > self.settings.move_gap and target.open < self.limits.max_trajectories:
+        if gap > self.settings.move_gap + 2 * entry.reserved / target.kv_tokens and target.open < self.limits.max_trajectories:
             cause = f"parked here, and {self._sets[target.name].free:.0f} tokens are free on {target.name}"
             self.moves.append(Move(job=job, to=target.name, cause=cause))
 

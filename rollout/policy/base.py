@@ -50,7 +50,8 @@ class Policy:
         """Seconds a generated token takes, queueing for its slot included; a running mean."""
         self.tool_s = 0.0
         self.turn_tokens = 0.0
-        self._changed: dict[str, Job] = {}
+        self._changed: dict[str, tuple[Job, PriorityClass, int]] = {}
+        """Jobs that `_set` touched, with their class and rank before."""
 
     @classmethod
     def slot_rule(cls, settings: PolicySettings) -> str:
@@ -165,7 +166,9 @@ class Policy:
         self._decide(now)
         if not self._changed:
             return []
-        changed = list(self._changed.values())
+        changed = [
+            job for job, priority, rank in self._changed.values() if (priority, rank) != (job.priority, job.rank)
+        ]
         self._changed.clear()
         return changed
 
@@ -173,10 +176,11 @@ class Policy:
 
     def _set(self, job: Job, priority: PriorityClass, rank: int = 0, cause: str = "") -> None:
         if priority is not job.priority or rank != job.rank:
+            if job.trajectory_id not in self._changed:
+                self._changed[job.trajectory_id] = (job, job.priority, job.rank)
             job.priority = priority
             job.rank = rank
             job.cause = cause
-            self._changed[job.trajectory_id] = job
 
     def _classify(self, jobs: Iterable[Job]) -> None:
         for job in jobs:

@@ -6,9 +6,12 @@ import math
 
 from rollout.policy.base import HIGH, LOW, Policy
 from rollout.policy.critical import CriticalSet
-from rollout.policy.jobs import Job, JobGroup
+from rollout.policy.jobs import Job, JobGroup, Phase
 from rollout.policy.lengths import Lengths
 from rollout.policy.settings import PolicyLimits, PolicySettings
+
+_RENEW_FIRST = 24
+_RENEW_FACTOR = 1.5
 
 
 class GroupedPolicy(Policy):
@@ -27,6 +30,8 @@ class GroupedPolicy(Policy):
         """Promoted groups with unfinished jobs, by order."""
         self._wanted = -1
         self._unsettled = False
+        self._renewed = 0
+        """Samples that the estimates of jobs that have not started rest on, at least."""
         self.prompt_tokens = 0.0
         """Of a group's first context; a running mean."""
 
@@ -42,11 +47,25 @@ class GroupedPolicy(Policy):
             return f"{standing}: group {group.order} in the order of admission"
         return f"{standing}: F = {group.remaining:.0f}"
 
+    def tick(self, now: float) -> None:
+        """Jobs that wait have no turns that would renew their estimates: now and then all are, log-many times."""
+        if self.lengths.samples >= _RENEW_FACTOR * self._renewed + _RENEW_FIRST:
+            self._renewed = self.lengths.samples
+            for job in self.jobs.values():
+                if job.phase is Phase.NEW:
+                    self._estimate(job)
+            for group in {job.group.order: job.group for job in self.jobs.values()}.values():
+                self._reckon(group)
+                self._regard(group)
+
+    def _estimate(self, job: Job) -> None:
+        job.context_tokens = job.group.prompt_tokens or round(self.prompt_tokens)
+        job.expected_tokens, job.expected_context = self.lengths.estimate(job)
+
     # ------------------------------------------------------------------------------------------------------ hooks
 
     def _added(self, job: Job) -> None:
-        job.context_tokens = job.group.prompt_tokens or round(self.prompt_tokens)
-        job.expected_tokens, job.expected_context = self.lengths.estimate(job)
+        self._estimate(job)
         self._reckon(job.group)
 
     def _ready(self, job: Job) -> None:

@@ -24,6 +24,9 @@ _LOG_MOST = 16.0
 class Lengths(Protocol):
     """An estimate of what is left of a job."""
 
+    samples: int
+    """Number learnt from: estimates that are much older than it are worth renewing."""
+
     def estimate(self, job: Job) -> tuple[float, float]:
         """(remaining output tokens ≥ 1, context tokens at its end ≥ the present ones)."""
 
@@ -46,6 +49,7 @@ class TrueLengths:
 
     def __init__(self, truth: Callable[[str], tuple[int, int]]) -> None:
         self._truth = truth
+        self.samples = 0
 
     def estimate(self, job: Job) -> tuple[float, float]:
         output, context = self._truth(job.trajectory_id)
@@ -62,28 +66,23 @@ class OnlineLengths:
     """Ridge regression of log(1 + remaining) and log(1 + growth of the context), updated trajectory by trajectory.
 
     A trajectory gives one sample at each of its turns 0, 1, 2, 4, 8, … : long ones would else outweigh all others, and
-    cost of an end grow with their turns. Before enough samples have come the mean of what was seen is used.
+    cost of an end grow with their turns. Before enough samples have come all are taken to be `growth_tokens` long.
     """
 
     def __init__(self, *, growth_tokens: int) -> None:
         self._growth_tokens = growth_tokens
-        self._tokens = _Regression()
+        self._regression = _Regression()
         self._open: dict[str, list[tuple[int, int, list[float]]]] = {}
         """Trajectory → (output tokens, context tokens, features) at the turns that count."""
+        self.samples = 0
         self._finished = 0
-        self._mean_tokens = 0.0
-        self._mean_context = 0.0
-
-    @property
-    def samples(self) -> int:
-        return self._tokens.samples
+        self._mean_log = 0.0
 
     def estimate(self, job: Job) -> tuple[float, float]:
-        if self._tokens.samples < _TRUSTED_SAMPLES:
-            total = _siblings_mean(job) or self._mean_tokens
-            context = max(self._mean_context, job.context_tokens + float(self._growth_tokens))
-            return max(1.0, total - job.output_tokens), context
-        tokens, growth = self._tokens.predict(self._features(job))
+        if self.samples < _TRUSTED_SAMPLES:
+            left = max(1.0, float(self._growth_tokens - job.output_tokens))
+            return left, job.context_tokens + left
+        tokens, growth = self._regression.predict(self._features(job))
         return max(1.0, math.expm1(tokens)), job.context_tokens + max(0.0, math.expm1(growth))
 
     def observe(self, job: Job) -> None:
@@ -95,40 +94,35 @@ class OnlineLengths:
     def finished(self, job: Job, output_tokens: int) -> None:
         self._finished += 1
         share = max(1.0 / self._finished, 0.01)
-        self._mean_tokens += share * (output_tokens - self._mean_tokens)
-        self._mean_context += share * (job.context_tokens - self._mean_context)
+        self._mean_log += share * (math.log1p(output_tokens) - self._mean_log)
         for done, context, features in self._open.pop(job.trajectory_id, ()):
             left = math.log1p(max(0, output_tokens - done))
             growth = math.log1p(max(0, job.context_tokens - context))
-            self._tokens.learn(features, (left, growth))
+            self._regression.learn(features, (left, growth))
+            self.samples += 1
 
     def dropped(self, job: Job) -> None:
         self._open.pop(job.trajectory_id, None)
 
     def _features(self, job: Job) -> list[float]:
-        siblings = _siblings_mean(job)
-        known = siblings is not None
-        total = siblings if siblings is not None else self._mean_tokens
+        done = job.group.finished_tokens
+        # Mean of logs, drawn to the overall one as if that were one more sibling: few siblings say little.
+        total = (sum(map(math.log1p, done)) + self._mean_log) / (len(done) + 1)
+        typical = math.expm1(total)
         return [
             1.0,
             math.log1p(job.turns),
             math.log1p(job.output_tokens),
             math.log1p(job.context_tokens),
-            math.log1p(max(0.0, total - job.output_tokens)),
-            math.log1p(total) if known else 0.0,
+            total,
+            math.log1p(max(typical - job.output_tokens, 0.25 * typical)),
         ]
-
-
-def _siblings_mean(job: Job) -> float | None:
-    done = job.group.finished_tokens
-    return sum(done) / len(done) if done else None
 
 
 class _Regression:
     """Recursive least squares with forgetting: two targets, one covariance."""
 
     def __init__(self) -> None:
-        self.samples = 0
         self._weights = ([0.0] * FEATURES, [0.0] * FEATURES)
         self._covariance = [[_PRIOR_VARIANCE if i == j else 0.0 for j in range(FEATURES)] for i in range(FEATURES)]
 
@@ -137,7 +131,6 @@ class _Regression:
         return first, second
 
     def learn(self, x: list[float], targets: tuple[float, float]) -> None:
-        self.samples += 1
         covariance = self._covariance
         px = [sum(row[j] * x[j] for j in range(FEATURES)) for row in covariance]
         scale = _FORGETTING + sum(a * b for a, b in zip(x, px, strict=True))

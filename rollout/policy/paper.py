@@ -50,8 +50,7 @@ class PaperPolicy(GroupedPolicy):
 
     def pressure(self, worker: WorkerView) -> float:
         """p_w: HIGH KV tokens ÷ capacity, demoted ones included."""
-        resident = self._resident[worker.name]
-        return (resident.held + resident.left_out) / worker.kv_tokens if worker.kv_tokens else 0.0
+        return self._resident[worker.name].demand / worker.kv_tokens if worker.kv_tokens else 0.0
 
     # ------------------------------------------------------------------------------------------------------ hooks
 

@@ -14,6 +14,7 @@ whatever its size, and a started program moves only where engines can migrate.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from envclient.base.errors import InvariantError
@@ -39,6 +40,8 @@ class ProgramAwarePolicy(Policy):
         """Worker → its active programs."""
         self._paused: dict[str, float] = {}
         """Program → when it was paused."""
+        self._home: dict[str, str] = {}
+        """Active program → worker on which it counts, from the moment it is sent there."""
         self._marked: set[str] = set()
         """Active programs that are paused at the end of their turn."""
         self._prompt_tokens = 0.0
@@ -75,13 +78,8 @@ class ProgramAwarePolicy(Policy):
             self._pause(job, "it was marked while it generated")
 
     def _removed(self, job: Job) -> None:
-        self._deactivate(job, job.worker)
+        self._deactivate(job)
         self._paused.pop(job.trajectory_id, None)
-
-    def _moved(self, job: Job, origin: str) -> None:
-        if job.trajectory_id not in self._paused:
-            self._deactivate(job, origin)
-            self._active[job.worker][job.trajectory_id] = job
 
     def _changed_group(self, group: JobGroup) -> None:
         for job in group.jobs.values():
@@ -126,6 +124,7 @@ class ProgramAwarePolicy(Policy):
     def _pause_until_it_fits(self, name: str) -> None:
         active = self._active[name]
         over = -self._room(name)
+        groups = Counter(job.group.order for job in active.values() if job.trajectory_id not in self._marked)
         for phase in (Phase.TOOL, Phase.READY):
             for job in sorted((j for j in active.values() if j.phase is phase), key=lambda j: j.context_tokens):
                 if over <= 0 or len(active) - len(self._marked & active.keys()) <= 1:
@@ -133,6 +132,9 @@ class ProgramAwarePolicy(Policy):
                 if job.trajectory_id in self._marked:
                     continue
                 over -= self._private(job) + self.settings.buffer_tokens
+                groups[job.group.order] -= 1
+                if not groups[job.group.order]:
+                    over -= self._prompt(job.group)
                 if phase is Phase.TOOL:
                     self._pause(job, "its worker is over capacity")
                 else:
@@ -154,19 +156,21 @@ class ProgramAwarePolicy(Policy):
     def _resume(self, job: Job, to: str, cause: str) -> None:
         del self._paused[job.trajectory_id]
         self._set(job, self._class(job), cause=f"resumed: {cause}")
-        self._active[job.worker][job.trajectory_id] = job
+        self._home[job.trajectory_id] = to
+        self._active[to][job.trajectory_id] = job
         if to != job.worker:
             self.moves.append(Move(job=job, to=to, cause=cause))
 
     def _pause(self, job: Job, cause: str) -> None:
-        self._deactivate(job, job.worker)
+        self._deactivate(job)
         self._paused[job.trajectory_id] = self._now
         self._set(job, PARKED, cause=f"paused: {cause}")
 
-    def _deactivate(self, job: Job, worker: str) -> None:
+    def _deactivate(self, job: Job) -> None:
         self._marked.discard(job.trajectory_id)
-        if worker in self._active:
-            self._active[worker].pop(job.trajectory_id, None)
+        home = self._home.pop(job.trajectory_id, "")
+        if home in self._active:
+            del self._active[home][job.trajectory_id]
 
     # ------------------------------------------------------------------------------------------------------ measures
 
@@ -216,8 +220,8 @@ class ProgramAwarePolicy(Policy):
         used = 0.0
         prompts: dict[int, float] = {}
         for job in self._active[name].values():
-            prompts[job.group.order] = self._prompt(job.group)
             if job.trajectory_id not in self._marked:
+                prompts[job.group.order] = self._prompt(job.group)
                 acting = decay and job.phase is Phase.TOOL
                 weight = 2.0 ** -(self._now - job.since_s) if acting else 1.0
                 used += weight * self._private(job) + self.settings.buffer_tokens

@@ -90,6 +90,11 @@ class VenusPolicy(GroupedPolicy):
         self._drop(job, origin)
         self._put(job)
 
+    def _estimate(self, job: Job) -> None:
+        super()._estimate(job)
+        if job.trajectory_id in self.jobs:
+            self._put(job)
+
     def _regard(self, group: JobGroup) -> None:
         self._spread(group)
         for job in group.jobs.values():
@@ -179,7 +184,10 @@ class VenusPolicy(GroupedPolicy):
         if target is None or not self._sets[target.name].fits(entry.reserved, job.group.prompt_tokens):
             return
         gap = (self._sets[target.name].free - self._sets[here.name].free) / target.kv_tokens
-        if gap > self.settings.move_gap + 2 * entry.reserved / target.kv_tokens and target.open < self.limits.max_trajectories:
+        if (
+            gap > self.settings.move_gap + 2 * entry.reserved / target.kv_tokens
+            and target.open < self.limits.max_trajectories
+        ):
             cause = f"parked here, and {self._sets[target.name].free:.0f} tokens are free on {target.name}"
             self.moves.append(Move(job=job, to=target.name, cause=cause))
 

@@ -59,8 +59,8 @@ class WorkingSet:
         self.reserved = 0.0
         self.entries: dict[str, Entry] = {}
         self._members = 0
-        self.left_out = 0.0
-        """What outsiders hold beyond their prompts."""
+        self.demand = 0.0
+        """What all would hold, members or not."""
         self.pending = 0
         """Members that have not started."""
         self._prompts: dict[int, _Prompt] = {}
@@ -77,6 +77,7 @@ class WorkingSet:
         prompt = self._prompts.get(shared)
         if prompt is None or prompt.tokens == tokens:
             return
+        self.demand += tokens - prompt.tokens
         if prompt.members:
             self.held += tokens - prompt.tokens
             self.reserved += tokens - prompt.tokens
@@ -104,16 +105,16 @@ class WorkingSet:
             prompt = self._prompts.get(shared)
             if prompt is None:
                 prompt = self._prompts[shared] = _Prompt(prompt_tokens)
+                self.demand += prompt_tokens
             prompt.entries += 1
-            self.left_out += held
+            self.demand += held
             self._push(entry)
             return
+        self.demand += held - entry.held
         if entry.member:
             self.held += held - entry.held
             self.reserved += reserved - entry.reserved
             self.pending += new - entry.new
-        else:
-            self.left_out += held - entry.held
         moved = (entry.inside if entry.member else entry.outside) != (inside if entry.member else outside)
         moved = moved or entry.new is not new
         entry.held, entry.reserved, entry.new = held, reserved, new
@@ -128,12 +129,15 @@ class WorkingSet:
             return
         if entry.member:
             self._flip(entry)
-        self.left_out -= entry.held
+        self.demand -= entry.held
         entry.ticket = 0
         prompt = self._prompts[entry.shared]
         prompt.entries -= 1
         if not prompt.entries:
             del self._prompts[entry.shared]
+            self.demand -= prompt.tokens
+        if not self.entries:
+            self.demand = 0.0
 
     def settle(self, openings: int) -> list[str]:
         """Trajectories that came into the set or left it. `openings`: new ones that may be started."""
@@ -193,15 +197,12 @@ class WorkingSet:
         prompt.members += sign
         tokens = (int(prompt.members > 0) - int(before)) * prompt.tokens
         self.held += sign * entry.held + tokens
-        self.left_out -= sign * entry.held
         self.reserved += sign * entry.reserved + tokens
         self._members += sign
         self.pending += sign * entry.new
         entry.member = not entry.member
         if not self._members:
             self.held = self.reserved = 0.0  # no rounding error lives longer than the set
-        if self._members == len(self.entries):
-            self.left_out = 0.0
 
     def _push(self, entry: Entry) -> None:
         self._tickets += 1
@@ -236,5 +237,8 @@ class WorkingSet:
                 f"working set counts {self._members} members, {self.held:g} held, {self.reserved:g} reserved; "
                 f"recounted {len(members)}, {held:g}, {reserved:g}"
             )
+        demand = sum(p.tokens for p in self._prompts.values()) + sum(e.held for e in self.entries.values())
+        if abs(demand - self.demand) > 1:
+            raise InvariantError(f"working set counts a demand of {self.demand:g}; recounted {demand:g}")
         if sum(entry.new for entry in members) != self.pending:
             raise InvariantError(f"working set counts {self.pending} members that have not started")

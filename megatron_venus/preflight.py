@@ -20,7 +20,7 @@ from typing import Any
 from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
 from megatron_venus.config import VenusConfig
-from rollout.types import POLICY_NAMES
+from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES
 
 LIVE_POLICIES = tuple(name for name in POLICY_NAMES if name != "oracle")
 """`oracle` needs true lengths, which only a simulation has."""
@@ -60,6 +60,7 @@ def check_values(config: VenusConfig) -> None:
         "run.resume": (run.resume, ("never", "auto", "overwrite")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "rollout.policy.name": (config.rollout.policy.name, LIVE_POLICIES),
+        "rollout.policy.order": (config.rollout.policy.order, POLICY_ORDERS),
         "rollout.group.on_lost_member": (group.on_lost_member, ("drop", "shrink")),
         "env.backend": (config.env.backend, ("process",)),
         "actor.loss.aggregation": (config.actor.loss.aggregation, ("token-mean",)),
@@ -67,6 +68,10 @@ def check_values(config: VenusConfig) -> None:
     for key, (value, allowed) in choices.items():
         if value not in allowed:
             raise ConfigError(f"{key}={value!r} is not known", f"one of: {', '.join(allowed)}")
+    for name, (low, high) in POLICY_RANGES.items():
+        value = getattr(config.rollout.policy, name)
+        if not low <= value <= high:
+            raise ConfigError(f"rollout.policy.{name}={value} is out of range", f"use {low} to {high}")
     sampling = config.rollout.sampling
     if not (math.isfinite(sampling.temperature) and sampling.temperature > 0):
         raise ConfigError(

@@ -28,6 +28,21 @@ POLICY_NAMES = (
 )
 """Whole scheduling policies: see `rollout.policy.registry`."""
 
+POLICY_ORDERS = ("admission", "length")
+
+POLICY_RANGES: dict[str, tuple[float, float]] = {
+    "hysteresis": (0.01, 1.0),
+    "fill": (0.0, 2.0),
+    "resident_favour": (0.01, 1.0),
+    "reserve": (0.0, 1.0),
+    "growth_tokens": (0, 10**7),
+    "move_gap": (0.0, 10.0),
+    "interval_s": (0.0, 3600.0),
+    "buffer_tokens": (0, 10**6),
+    "longest_wait_s": (0.0, 10.0**7),
+}
+"""Keys of `rollout.policy` → smallest and largest value, both allowed."""
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every record: immutable, keyword-only, strict on the wire."""

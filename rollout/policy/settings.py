@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from envclient.base.errors import ConfigError
-from rollout.types import POLICY_NAMES, Record
+from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES, Record
 
 if TYPE_CHECKING:
     from rollout.config import PolicyConfig
-
-ORDERS = ("admission", "length")
 
 
 class PolicySettings(Record, frozen=True):
@@ -37,25 +35,14 @@ class PolicySettings(Record, frozen=True):
     def __post_init__(self) -> None:
         if self.name not in POLICY_NAMES:
             raise ConfigError(f"rollout.policy.name={self.name!r} is not known", f"one of: {', '.join(POLICY_NAMES)}")
-        if self.order not in ORDERS:
-            raise ConfigError(f"rollout.policy.order={self.order!r} is not known", f"one of: {', '.join(ORDERS)}")
-        ranges = {
-            "hysteresis": (0.0, 1.0),
-            "fill": (0.0, 2.0),
-            "resident_favour": (0.0, 1.0),
-            "reserve": (0.0, 1.0),
-            "growth_tokens": (0, 10**7),
-            "move_gap": (0.0, 10.0),
-            "interval_s": (0.0, 3600.0),
-            "buffer_tokens": (0, 10**6),
-            "longest_wait_s": (0.0, 10.0**7),
-        }
-        for key, (low, high) in ranges.items():
+        if self.order not in POLICY_ORDERS:
+            raise ConfigError(
+                f"rollout.policy.order={self.order!r} is not known", f"one of: {', '.join(POLICY_ORDERS)}"
+            )
+        for key, (low, high) in POLICY_RANGES.items():
             value = getattr(self, key)
             if not low <= value <= high:
                 raise ConfigError(f"rollout.policy.{key}={value} is out of range", f"use {low} to {high}")
-        if self.resident_favour == 0 or self.hysteresis == 0:
-            raise ConfigError("rollout.policy: hysteresis and resident_favour divide", "use more than 0")
 
     @classmethod
     def from_config(cls, policy: PolicyConfig) -> PolicySettings:

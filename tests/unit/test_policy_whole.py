@@ -121,7 +121,7 @@ def test_every_name_has_its_policy_and_settings_read_the_config() -> None:
         ({"order": "size"}, "rollout.policy.order='size'"),
         ({"hysteresis": 1.5}, "rollout.policy.hysteresis=1.5"),
         ({"reserve": -0.1}, "rollout.policy.reserve=-0.1"),
-        ({"resident_favour": 0.0}, "divide"),
+        ({"resident_favour": 0.0}, "rollout.policy.resident_favour=0.0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(keys: dict[str, Any], line: str) -> None:

@@ -126,7 +126,8 @@ class PolicyConfig:
     migration: bool = True
     """paper, venus, program_aware: pending turns may move to other workers, where engines can migrate."""
     fill: float = 0.0
-    """venus: share (0 to 2) of the KV capacity that the working set may need; 0: 0.9, or 1.0 with a host cache."""
+    """venus: share (0 to 2) of the KV capacity that the working set may need; 0: 0.9 without a host
+    cache, with one 1.0 plus half of what it holds, at most 2.0."""
     resident_favour: float = 0.7
     """venus: (0 to 1] F_g of a group counts this much for its trajectories that are in the working set already."""
     reserve: float = 0.5

@@ -42,8 +42,10 @@ class VenusPolicy(GroupedPolicy):
         super().join(worker)
         room = most = None
         if worker.kv_tokens:
-            # Without a host cache a full pool evicts prefixes that come back soon: over-filling halves throughput.
-            fill = self.settings.fill or (1.0 if worker.host_kv_tokens else 0.9)
+            # Without a host cache a full pool evicts prefixes that come back soon, and over-filling halves throughput.
+            # With one an evicted prefix costs a copy only, so tools' waiting time is worth filling with more contexts.
+            host = worker.host_kv_tokens / worker.kv_tokens
+            fill = self.settings.fill or (min(2.0, 1.0 + host / 2) if host else 0.9)
             room, most = fill * worker.kv_tokens, max(fill, (1.0 + fill) / 2) * worker.kv_tokens
         self._sets[worker.name] = WorkingSet(room, most)
 

@@ -1,0 +1,1 @@
+"""Data that the simulator ships; `README.md` beside it says where each file comes from."""

@@ -1,0 +1,239 @@
+"""The simulated cluster: events go to the live dispatcher, its commands to simulated workers and trainer.
+
+`simulate(config)` is one run. It ends with the optimizer's last step; the dispatcher admits no group that no step would
+train, so what was submitted and what was trained can be compared whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from envclient.base.errors import InvariantError
+from rollout.dispatcher import Dispatcher
+from rollout.sim.clock import Clock
+from rollout.sim.config import SimConfig
+from rollout.sim.cost import engine_cost, train_cost
+from rollout.sim.metrics import Ledger, Result
+from rollout.sim.policies import WholePolicy, whole_policy
+from rollout.sim.sandboxes import Sandboxes
+from rollout.sim.trainer import SimTrainer
+from rollout.sim.worker import SimWorker
+from rollout.sim.workload import Dice, Script, Workload, make_workload
+from rollout.types import (
+    AbortTrajectory,
+    AnyCommand,
+    AnyEvent,
+    Capabilities,
+    CloseBatch,
+    ClosePrompt,
+    DeliverGroup,
+    DropTrajectories,
+    EventRow,
+    FetchPrompts,
+    GrantSync,
+    PauseWorker,
+    PromptSubmitted,
+    ResumeWorker,
+    RunStarted,
+    SealGroup,
+    SetClass,
+    StartTrajectory,
+    StopRun,
+    Tick,
+    WorkerJoined,
+    WorkerLost,
+)
+
+_QUIET_S = 3600.0
+"""Seconds beyond the deadline of trajectories without any event but ticks: a deadlock."""
+
+
+class Cluster:
+    """One simulated run.
+
+    Args:
+        record: called with every row of the run's events, as a live run writes them to `events.jsonl`.
+        watch: called after every event, for tests.
+    """
+
+    def __init__(
+        self,
+        config: SimConfig,
+        *,
+        workload: Workload | None = None,
+        record: Callable[[EventRow], None] | None = None,
+        watch: Callable[[Cluster], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = Clock()
+        self.workload = workload or make_workload(config)
+        self.policy: WholePolicy = whole_policy(config)
+        self.dispatcher: Dispatcher = self.policy.dispatcher(self._truth)
+        self.cost = engine_cost(config.model, config.engine)
+        train = train_cost(config)
+        self.ledger = Ledger(config, self.cost, train, self.clock)
+        self.trainer = SimTrainer(
+            self.clock,
+            train,
+            replicas=config.trainer.replicas,
+            streaming=config.trainer.streaming,
+            report=self.send,
+            group_s=self.ledger.group_s,
+            group_tokens=self.ledger.group_tokens,
+            on_step=self._step_made,
+        )
+        self.workers: dict[str, SimWorker] = {}
+        self.sandboxes = Sandboxes(config.environment.sandboxes)
+        self._record = record
+        self._watch = watch
+        self._rows = 0
+        self._position = 0
+        self._done = False
+        self._heard_s = 0.0
+        self._accidents = Dice(config.workload, config.failures, config.seed).of(3)
+
+    def run(self) -> Result:
+        """Raises: InvariantError: a broken promise, a deadlock, or a run that the dispatcher stopped."""
+        self.send(RunStarted(version=0))
+        for number in range(self.config.workers):
+            self._join(f"w{number}")
+        self.trainer.begin()
+        self.clock.after(self.config.tick_s, self._tick)
+        if self.config.failures.worker_mtbf_s > 0:
+            self._plan_accident()
+        while not self._done and self.clock.step():
+            pass
+        return self.ledger.result(self)
+
+    # ---------------------------------------------------------------------------------------------------- events
+
+    def send(self, event: AnyEvent) -> None:
+        """An event on its way to the dispatcher."""
+        self.clock.after(self.config.control_s, lambda: self._handle(event))
+
+    def _handle(self, event: AnyEvent) -> None:
+        if self._done:
+            return
+        if not isinstance(event, Tick):
+            self._heard_s = self.clock.now
+        commands = self.dispatcher.handle(event, self.clock.now)
+        if self._record is not None:
+            self._rows += 1
+            self._record(EventRow(seq=self._rows, now=self.clock.now, event=event, commands=commands))
+        for command in commands:
+            self._obey(command)
+        if self._watch is not None:
+            self._watch(self)
+
+    def _tick(self) -> None:
+        if self.clock.now - self._heard_s > self.config.group.deadline_s + _QUIET_S:
+            raise InvariantError(f"deadlock at {self.clock.now:.0f} s: {self.dispatcher.statistics()}")
+        self._handle(Tick())
+        self.clock.after(self.config.tick_s, self._tick)
+
+    def _obey(self, command: AnyCommand) -> None:
+        match command:
+            case StartTrajectory() | AbortTrajectory() | SetClass() | PauseWorker() | ResumeWorker():
+                worker = self.workers.get(command.worker)
+                if worker is not None:
+                    self.clock.after(self.config.control_s, lambda: self._tell(worker, command))
+            case FetchPrompts(count=count):
+                for _ in range(count):
+                    name = f"p{self._position:06d}"
+                    self._position += 1
+                    self.send(PromptSubmitted(prompt_id=name, task_id=name, epoch=0))
+            case DeliverGroup():
+                self.ledger.delivered(command)
+                self.trainer.deliver(command)
+            case CloseBatch():
+                self.trainer.close(command)
+            case GrantSync(version=version):
+                self.trainer.granted(version)
+            case SealGroup():
+                self.ledger.sealed(command)
+            case ClosePrompt():
+                self.ledger.closed(command)
+            case DropTrajectories(trajectory_ids=names):
+                self.ledger.dropped(names)
+            case StopRun(cause=cause):
+                raise InvariantError(f"the dispatcher stopped the run at {self.clock.now:.0f} s: {cause}")
+
+    def _tell(self, worker: SimWorker, command: AnyCommand) -> None:
+        if worker.lost:
+            return
+        match command:
+            case StartTrajectory():
+                worker.start(command)
+            case AbortTrajectory():
+                worker.abort(command)
+            case SetClass():
+                worker.set_class(command)
+            case PauseWorker(version=version):
+                worker.pause(version)
+            case ResumeWorker(version=version):
+                worker.resume(version)
+
+    def _step_made(self, step: int) -> None:
+        self.ledger.step_made(step, self.workers.values(), self.trainer)
+        if step >= self.config.steps:
+            # The dispatcher's answer to the last StepFinished still counts.
+            self.clock.after(2 * self.config.control_s, self._finish)
+
+    def _finish(self) -> None:
+        self._done = True
+
+    # --------------------------------------------------------------------------------------------------- workers
+
+    def _join(self, name: str) -> None:
+        engine, policy = self.config.engine, self.policy
+        worker = SimWorker(
+            name,
+            self.config,
+            self.cost,
+            self.clock,
+            slot_rule=policy.slots,
+            priority=engine.priority and policy.priority,
+            tiers=engine.tiers and policy.tiers,
+            version=self.dispatcher.version,
+            sandboxes=self.sandboxes,
+            script_of=self._script,
+            report=self.send,
+        )
+        self.workers[name] = worker
+        capabilities = Capabilities(
+            priority=engine.priority and policy.priority, tiers=engine.tiers, migration=engine.migration
+        )
+        self.send(WorkerJoined(worker=name, slots=engine.slots, version=worker.version, capabilities=capabilities))
+
+    def _plan_accident(self) -> None:
+        wait_s = float(self._accidents.exponential(self.config.failures.worker_mtbf_s))
+        self.clock.after(wait_s, self._accident)
+
+    def _accident(self) -> None:
+        """A worker dies, unless it is the last one."""
+        alive = sorted(self.workers)
+        if len(alive) > 1:
+            name = alive[int(self._accidents.integers(len(alive)))]
+            worker = self.workers.pop(name)
+            self.ledger.lost(worker)
+            worker.lose()
+            self.send(WorkerLost(worker=name, cause="simulated failure"))
+            self.clock.after(self.config.failures.worker_restart_s, lambda: self._join(name))
+        self._plan_accident()
+
+    # --------------------------------------------------------------------------------------------------- scripts
+
+    def _script(self, trajectory_id: str) -> Script:
+        prompt, group_attempt, member, attempt = trajectory_id.split(".")
+        script = self.workload.script(int(prompt[1:]), int(member), 1000 * int(group_attempt) + int(attempt))
+        self.ledger.started(trajectory_id, script)
+        return script
+
+    def _truth(self, trajectory_id: str) -> tuple[int, int]:
+        """(output tokens in all, context tokens at its end), for the oracle."""
+        return self.ledger.truth(trajectory_id)
+
+
+def simulate(config: SimConfig) -> Result:
+    """Run `config` to its end."""
+    return Cluster(config).run()

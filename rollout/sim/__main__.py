@@ -40,7 +40,9 @@ def arguments(argv: Sequence[str] | None = None) -> Any:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="32b", help="model and GPUs to begin with")
     parser.add_argument("--config", type=Path, help="YAML file with keys of rollout.sim.config.SimConfig")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
-    parser.add_argument("--policies", default="", help="comma-separated; default: the config's")
+    parser.add_argument(
+        "--policies", default="", help="comma-separated, each NAME or NAME:KEY=VALUE:…; default: the config's"
+    )
     parser.add_argument("--seeds", default="", help="0,1,2 or 0-4; default: the config's")
     parser.add_argument("--json", type=Path, help="write config and all results to this file")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write PNG plots into this folder")
@@ -49,10 +51,19 @@ def arguments(argv: Sequence[str] | None = None) -> Any:
     return parser.parse_args(argv)
 
 
-def run_one(config: SimConfig, events: Path | None = None) -> Result:
+def policy_keys(label: str) -> list[str]:
+    """Overrides that a label means: `paper:migration=false:engine.slots=32` is a policy and keys of it.
+
+    A key without a dot is one of `policy`.
+    """
+    name, *keys = label.split(":")
+    return [f"policy.name={name}", *(key if "." in key.split("=")[0] else f"policy.{key}" for key in keys)]
+
+
+def run_one(config: SimConfig, label: str, events: Path | None = None) -> Result:
     """One policy, one seed; with `events` every event and its commands as rows of events.jsonl."""
     if events is None:
-        return Cluster(config).run()
+        return Cluster(config, label=label).run()
     encoder = msgspec.json.Encoder()
     events.parent.mkdir(parents=True, exist_ok=True)
     with events.open("wb") as file:
@@ -60,7 +71,7 @@ def run_one(config: SimConfig, events: Path | None = None) -> Result:
         def record(row: EventRow) -> None:
             file.write(encoder.encode(row) + b"\n")
 
-        return Cluster(config, record=record).run()
+        return Cluster(config, label=label, record=record).run()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,14 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.show_config:
         sys.stdout.write(to_yaml(config))
         return 0
-    policies = [name for name in args.policies.split(",") if name] or [config.policy]
+    policies = [name for name in args.policies.split(",") if name] or [config.policy.name]
     seeds = _numbers(args.seeds) if args.seeds else [config.seed]
     results = []
     for name in policies:
         for seed in seeds:
             began_s = time.perf_counter()
-            each = build(SimConfig, layers, [*overrides, f"policy={name}", f"seed={seed}"])
-            results.append(run_one(each, args.events))
+            each = build(SimConfig, layers, [*overrides, *policy_keys(name), f"seed={seed}"])
+            results.append(run_one(each, name, args.events))
             took_s = time.perf_counter() - began_s
             print(f"{name} seed {seed}: {results[-1].hours:.1f} simulated hours in {took_s:.1f} s", file=sys.stderr)
     print(table(results))

@@ -10,14 +10,15 @@ from collections.abc import Callable
 
 from envclient.base.errors import InvariantError
 from rollout.dispatcher import Dispatcher
+from rollout.policy.lengths import TrueLengths
 from rollout.sim.clock import Clock
 from rollout.sim.config import SimConfig
 from rollout.sim.cost import engine_cost, train_cost
 from rollout.sim.metrics import Ledger, Result
-from rollout.sim.policies import WholePolicy, whole_policy
+from rollout.sim.policies import dispatcher_config, whole_policy
 from rollout.sim.sandboxes import Sandboxes
 from rollout.sim.trainer import SimTrainer
-from rollout.sim.worker import SimWorker
+from rollout.sim.worker import Play, SimWorker
 from rollout.sim.workload import Dice, Script, Workload, make_workload
 from rollout.types import (
     AbortTrajectory,
@@ -31,6 +32,7 @@ from rollout.types import (
     EventRow,
     FetchPrompts,
     GrantSync,
+    MoveTrajectory,
     PauseWorker,
     PromptSubmitted,
     ResumeWorker,
@@ -52,6 +54,7 @@ class Cluster:
     """One simulated run.
 
     Args:
+        label: name of the policy in the result; default: its own.
         record: called with every row of the run's events, as a live run writes them to `events.jsonl`.
         watch: called after every event, for tests.
     """
@@ -61,14 +64,17 @@ class Cluster:
         config: SimConfig,
         *,
         workload: Workload | None = None,
+        label: str = "",
         record: Callable[[EventRow], None] | None = None,
         watch: Callable[[Cluster], None] | None = None,
     ) -> None:
         self.config = config
         self.clock = Clock()
         self.workload = workload or make_workload(config)
-        self.policy: WholePolicy = whole_policy(config)
-        self.dispatcher: Dispatcher = self.policy.dispatcher(self._truth)
+        self.policy = whole_policy(config)
+        self.dispatcher = Dispatcher(dispatcher_config(config), TrueLengths(self._truth))
+        self.label = label or config.policy.name
+        self.moved = 0
         self.cost = engine_cost(config.model, config.engine)
         train = train_cost(config)
         self.ledger = Ledger(config, self.cost, train, self.clock)
@@ -83,6 +89,8 @@ class Cluster:
             on_step=self._step_made,
         )
         self.workers: dict[str, SimWorker] = {}
+        self.players: dict[str, Play] = {}
+        self._scripts: dict[str, Script] = {}
         self.sandboxes = Sandboxes(config.environment.sandboxes)
         self._record = record
         self._watch = watch
@@ -133,10 +141,10 @@ class Cluster:
 
     def _obey(self, command: AnyCommand) -> None:
         match command:
-            case StartTrajectory() | AbortTrajectory() | SetClass() | PauseWorker() | ResumeWorker():
-                worker = self.workers.get(command.worker)
-                if worker is not None:
-                    self.clock.after(self.config.control_s, lambda: self._tell(worker, command))
+            case StartTrajectory() | PauseWorker() | ResumeWorker():
+                self.clock.after(self.config.control_s, lambda: self._tell(command))
+            case AbortTrajectory() | SetClass() | MoveTrajectory():
+                self.clock.after(self.config.control_s, lambda: self._tell_player(command))
             case FetchPrompts(count=count):
                 for _ in range(count):
                     name = f"p{self._position:06d}"
@@ -152,26 +160,41 @@ class Cluster:
             case SealGroup():
                 self.ledger.sealed(command)
             case ClosePrompt():
-                self.ledger.closed(command)
+                self._forget(self.ledger.closed(command))
             case DropTrajectories(trajectory_ids=names):
                 self.ledger.dropped(names)
+                self._forget(names)
             case StopRun(cause=cause):
                 raise InvariantError(f"the dispatcher stopped the run at {self.clock.now:.0f} s: {cause}")
 
-    def _tell(self, worker: SimWorker, command: AnyCommand) -> None:
-        if worker.lost:
+    def _tell(self, command: StartTrajectory | PauseWorker | ResumeWorker) -> None:
+        worker = self.workers.get(command.worker)
+        if worker is None:
             return
         match command:
             case StartTrajectory():
-                worker.start(command)
-            case AbortTrajectory():
-                worker.abort(command)
-            case SetClass():
-                worker.set_class(command)
+                self.players[command.trajectory_id] = worker.start(command)
+                self.ledger.started(command.trajectory_id, self._script(command.trajectory_id))
             case PauseWorker(version=version):
                 worker.pause(version)
             case ResumeWorker(version=version):
                 worker.resume(version)
+
+    def _tell_player(self, command: AbortTrajectory | SetClass | MoveTrajectory) -> None:
+        """To wherever the trajectory is: it may be on its way between two workers."""
+        play = self.players.get(command.trajectory_id)
+        if play is None or play.ended:
+            return
+        match command:
+            case AbortTrajectory():
+                play.worker.abort(play, command)
+            case SetClass():
+                play.worker.set_class(play, command)
+            case MoveTrajectory(to=to):
+                target = self.workers.get(to)
+                if target is not None:
+                    self.moved += 1
+                    play.worker.move(play, target)
 
     def _step_made(self, step: int) -> None:
         self.ledger.step_made(step, self.workers.values(), self.trainer)
@@ -191,19 +214,23 @@ class Cluster:
             self.config,
             self.cost,
             self.clock,
-            slot_rule=policy.slots,
-            priority=engine.priority and policy.priority,
-            tiers=engine.tiers and policy.tiers,
+            policy=policy,
             version=self.dispatcher.version,
             sandboxes=self.sandboxes,
             script_of=self._script,
             report=self.send,
         )
         self.workers[name] = worker
-        capabilities = Capabilities(
-            priority=engine.priority and policy.priority, tiers=engine.tiers, migration=engine.migration
+        self.send(
+            WorkerJoined(
+                worker=name,
+                slots=engine.slots,
+                version=worker.version,
+                capabilities=Capabilities(priority=policy.priority, tiers=policy.tiers, migration=engine.migration),
+                kv_tokens=self.cost.kv_tokens,
+                host_kv_tokens=self.cost.host_tokens,
+            )
         )
-        self.send(WorkerJoined(worker=name, slots=engine.slots, version=worker.version, capabilities=capabilities))
 
     def _plan_accident(self) -> None:
         wait_s = float(self._accidents.exponential(self.config.failures.worker_mtbf_s))
@@ -224,14 +251,22 @@ class Cluster:
     # --------------------------------------------------------------------------------------------------- scripts
 
     def _script(self, trajectory_id: str) -> Script:
-        prompt, group_attempt, member, attempt = trajectory_id.split(".")
-        script = self.workload.script(int(prompt[1:]), int(member), 1000 * int(group_attempt) + int(attempt))
-        self.ledger.started(trajectory_id, script)
+        script = self._scripts.get(trajectory_id)
+        if script is None:
+            prompt, group_attempt, member, attempt = trajectory_id.split(".")
+            script = self.workload.script(int(prompt[1:]), int(member), 1000 * int(group_attempt) + int(attempt))
+            self._scripts[trajectory_id] = script
         return script
+
+    def _forget(self, trajectories: list[str]) -> None:
+        for name in trajectories:
+            self.players.pop(name, None)
+            self._scripts.pop(name, None)
 
     def _truth(self, trajectory_id: str) -> tuple[int, int]:
         """(output tokens in all, context tokens at its end), for the oracle."""
-        return self.ledger.truth(trajectory_id)
+        script = self._script(trajectory_id)
+        return script.generated, script.context_tokens
 
 
 def simulate(config: SimConfig) -> Result:

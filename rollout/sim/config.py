@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.config import GroupConfig
+from rollout.config import GroupConfig, PolicyConfig
 
 
 @dataclass(kw_only=True)
@@ -69,7 +69,9 @@ class EngineConfig:
     tiers: bool = True
     """Whether engines evict by reference tier, where the policy uses it; else LRU."""
     migration: bool = True
-    """Whether engines can hand KV over, where the policy uses it."""
+    """Whether engines can hand KV over, where the policy uses it. It lands in the host cache: none, no copy."""
+    migration_gb_per_s: float = 25.0
+    """Copy of KV from one worker's host memory to another's, GB/s (200 Gbit/s RDMA) [R]."""
 
 
 @dataclass(kw_only=True)
@@ -168,8 +170,8 @@ class FailureConfig:
 class SimConfig:
     """A simulated run."""
 
-    policy: str = "action"
-    """Whole policy; `python -m rollout.sim --help` lists them."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """As in a live run; `policy.name` is the whole policy."""
     seed: int = 0
     """Of the workload and of the failures; the policies draw nothing."""
     steps: int = 20
@@ -186,8 +188,6 @@ class SimConfig:
     """Trajectories open at once on a worker; 0: no limit (that of the sandboxes holds)."""
     group: GroupConfig = field(default_factory=lambda: GroupConfig(deadline_s=36000.0))
     """As in a live run."""
-    policy_keys: dict[str, str] = field(default_factory=dict)
-    """Further keys of the policy (`policy_keys.NAME=value`), those of `rollout.policy` in a live run."""
     model: ModelCostConfig = field(default_factory=ModelCostConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)

@@ -27,6 +27,8 @@ class EngineCost:
     """Of prefill from context a to b: this · (b² − a²)."""
     load_token_s: float
     """Of a copy from the host, for each token."""
+    move_token_s: float
+    """Of a copy to another worker's host, for each token."""
     kv_tokens: int
     """Capacity of the device."""
     host_tokens: int
@@ -78,6 +80,7 @@ def engine_cost(model: ModelCostConfig, engine: EngineConfig) -> EngineCost:
         token_s=2 * model.parameters / flops,
         attention_s=model.attention_flops / flops,
         load_token_s=model.kv_bytes_per_token / (engine.l2_gb_per_s * 1e9 * engine.tp),
+        move_token_s=model.kv_bytes_per_token / (engine.migration_gb_per_s * 1e9),
         kv_tokens=kv_tokens,
         host_tokens=host[engine.l2],
     )

@@ -317,20 +317,13 @@ class SimEngine:
         request = self._next_waiting()
         if request is None:
             return None
-        tail, prompt = request.tail, request.prompt_tokens
-        parent = tail.parent
-        assert parent is not None
-        device, known = self.kv.match(tail, prompt, request.context)
-        limit = (HIGH_REF if request.high else LOW_REF) if self._tiers else UNUSED
-        budget = self.kv.budget(limit)
-        for node in (tail, parent):
-            if node.locks == 0 and node.tier <= limit:
-                budget -= node.resident
-        if request.context - device + 1 + self._reserve * self.running > budget:
+        if not self._fits(request):
             if request.context + 1 > self.kv.capacity:
                 size = f"{request.trajectory} has {request.context} tokens of context"
                 raise InvariantError(f"{size}, more than the engine's KV memory of {self.kv.capacity}")
             return None
+        tail, prompt = request.tail, request.prompt_tokens
+        device, known = self.kv.match(tail, prompt, request.context)
         heapq.heappop(self._waiting)
         self.waiting -= 1
         self.kv.lock(tail, prompt, request.context)
@@ -343,6 +336,18 @@ class SimEngine:
         request.state = PREFILL
         self._load_tokens += known - device
         return request
+
+    def _fits(self, request: Request) -> bool:
+        """Whether what its KV still needs, and a reserve for the running ones, is free or may be evicted for it."""
+        limit = (HIGH_REF if request.high else LOW_REF) if self._tiers else UNUSED
+        budget = self.kv.budget(limit)
+        parent = request.tail.parent
+        assert parent is not None
+        for node in (request.tail, parent):
+            if node.locks == 0 and node.tier <= limit:
+                budget -= node.resident  # its own cached pages are about to be in use
+        device, _ = self.kv.match(request.tail, request.prompt_tokens, request.context)
+        return request.context - device + 1 + self._reserve * self.running <= budget
 
     def _begin_prefill(self) -> bool:
         left = self._chunk_tokens
@@ -420,3 +425,13 @@ class SimEngine:
                 continue
             self.statistics.aborts += 1
             self._on_abort(request)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError: KV or counts that do not add up, or a request that waits though it could run."""
+        self.kv.check_invariants()
+        if not self._busy and not self._held and not self._stopped:
+            if self.running:
+                raise InvariantError(f"the engine stands still with {self.running} requests")
+            request = self._next_waiting()
+            if request is not None and self._fits(request):
+                raise InvariantError(f"{request.trajectory} waits though the engine is idle and its KV fits")

@@ -133,8 +133,8 @@ class KvMemory:
         self.shrink(tail, max(0, computed - prompt_tokens))
         self._queue(tail)
         self._unlock_prompt(parent)
-        self._to_host(parent)
-        self._to_host(tail)
+        self._to_host(parent, parent.resident)
+        self._to_host(tail, tail.resident)
 
     def shrink(self, tail: Node, tokens: int) -> None:
         """Only the first `tokens` of a tail that is not in use were computed."""
@@ -241,16 +241,23 @@ class KvMemory:
 
     # ------------------------------------------------------------------------------------------------------ host
 
-    def _to_host(self, node: Node) -> None:
+    def import_host(self, tail: Node, prompt_tokens: int, tokens: int) -> None:
+        """The first `tokens` of a context came from another worker's host memory."""
+        assert tail.parent is not None
+        if tokens >= prompt_tokens:
+            self._to_host(tail.parent, prompt_tokens)
+            self._to_host(tail, tokens - prompt_tokens)
+
+    def _to_host(self, node: Node, tokens: int) -> None:
         if not self.host_capacity:
             return
         if node.name in self._host:
             self._host.move_to_end(node.name)
         else:
             self._host[node.name] = node
-        if node.resident > node.host:
-            self._host_used += node.resident - node.host
-            node.host = node.resident
+        if tokens > node.host:
+            self._host_used += tokens - node.host
+            node.host = tokens
         while self._host_used > self.host_capacity:
             oldest = next(iter(self._host.values()))
             taken = min(oldest.host, self._host_used - self.host_capacity)

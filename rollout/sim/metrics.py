@@ -62,6 +62,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Failed or discarded."""
     retractions: int
     preempted: int
+    """Turns that gave up their slot, or were interrupted by a sync."""
+    moved: int
+    """Trajectories that went on on another worker."""
     peak_sandboxes: int
     trainer_busy: float
     """Share of the time."""
@@ -122,8 +125,7 @@ class Ledger:
     # ----------------------------------------------------------------------------------------------- the run tells
 
     def started(self, trajectory_id: str, script: Script) -> None:
-        total = script.prompt_tokens + script.generated + sum(script.appended[:-1])
-        self._scripts[trajectory_id] = (script.generated, total)
+        self._scripts[trajectory_id] = (script.generated, script.context_tokens)
         self._first_seen += sum(script.appended[:-1])
         group = trajectory_id.rsplit(".", 2)[0]
         if group not in self._groups:
@@ -131,9 +133,6 @@ class Ledger:
             self._first_seen += script.prompt_tokens
         if trajectory_id.endswith(".0"):
             self._submitted.setdefault(trajectory_id, script.generated)
-
-    def truth(self, trajectory_id: str) -> tuple[int, int]:
-        return self._scripts[trajectory_id]
 
     def sealed(self, command: SealGroup) -> None:
         self._members[command.group_id] = command.members
@@ -149,13 +148,15 @@ class Ledger:
         ready = self._sealed_s[command.group_id]
         self._ready_s[command.step] = max(ready, self._ready_s.get(command.step, 0.0))
 
-    def closed(self, command: ClosePrompt) -> None:
+    def closed(self, command: ClosePrompt) -> list[str]:
+        """Trajectories that nothing will ask for again."""
         members = self._members.pop(command.group_id, [])
         if command.status is PromptStatus.ACCEPTED:
             self._trained.setdefault(command.step, []).extend(self._scripts[name][0] for name in members)
         else:
             self._groups_lost[command.status] += 1
         self.dropped(members)
+        return members
 
     def dropped(self, trajectories: Iterable[str]) -> None:
         for name in trajectories:
@@ -208,7 +209,7 @@ class Ledger:
         known = max(1, total_sent - self._first_seen)
         hits = marks[-1].engine.device_hit_tokens + marks[-1].engine.host_hit_tokens
         return Result(
-            policy=config.policy,
+            policy=cluster.label,
             seed=config.seed,
             steps=len(marks),
             hours=marks[-1].now_s / 3600,
@@ -233,6 +234,7 @@ class Ledger:
             lost_groups=self._groups_lost[PromptStatus.FAILED] + self._groups_lost[PromptStatus.DISCARDED],
             retractions=engine.retractions,
             preempted=preempted,
+            moved=cluster.moved,
             peak_sandboxes=cluster.sandboxes.peak,
             trainer_busy=(end.trainer_s - begin.trainer_s) / span_s,
             sync_s=cluster.trainer.sync_s / max(1, len(marks) - 1),

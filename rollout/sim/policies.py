@@ -1,47 +1,49 @@
-"""Whole policies by name: the dispatcher, the workers' slot rule, and what the engines are asked to do."""
+"""Whole policies as a live run has them: the dispatcher's constants, and what workers and engines are asked to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from envclient.base.errors import ConfigError
-from rollout.dispatcher import Dispatcher, DispatcherConfig
-from rollout.policy.slots import POLICIES
+from rollout.dispatcher import DispatcherConfig
+from rollout.policy.registry import POLICIES, policy_class
+from rollout.policy.settings import PolicySettings
 from rollout.sim.config import SimConfig
+from rollout.types import Record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholePolicy:
-    """What `name` means for each part of the cluster."""
+class WholePolicy(Record, frozen=True, kw_only=True):
+    """What the policy means for a worker."""
 
-    name: str
-    config: DispatcherConfig
     slots: str
     """The workers' slot rule."""
-    priority: bool = False
-    """Engines serve HIGH before LOW."""
-    tiers: bool = False
+    reports_ready: bool
+    """TurnReady is reported."""
+    priority: bool
+    """Classes are obeyed; engines that can serve HIGH before LOW."""
+    tiers: bool
     """Engines evict by reference tier."""
-
-    def dispatcher(self, truth: Callable[[str], tuple[int, int]]) -> Dispatcher:
-        return Dispatcher(self.config)
 
 
 def policy_names() -> list[str]:
+    """Those that can be simulated."""
     return list(POLICIES)
 
 
 def whole_policy(config: SimConfig) -> WholePolicy:
-    """Raises: ConfigError: no such policy."""
-    if config.policy not in POLICIES:
-        raise ConfigError(f"policy {config.policy!r} is unknown", f"choose one of {', '.join(POLICIES)}")
-    return WholePolicy(name=config.policy, config=dispatcher_config(config), slots=config.policy)
+    """Of `config.policy`, on engines with the capabilities of `config.engine`."""
+    settings = PolicySettings.from_config(config.policy)
+    policy = policy_class(settings)
+    classes = policy.slots in ("priority", "rank")
+    return WholePolicy(
+        slots=policy.slots,
+        reports_ready=policy.wants_turns,
+        priority=classes and config.engine.priority,
+        tiers=policy.tiers and settings.residency and config.engine.tiers,
+    )
 
 
 def dispatcher_config(config: SimConfig) -> DispatcherConfig:
+    """The live dispatcher's constants. Raises: ConfigError: a value that cannot work."""
     group = config.group
-    gate = int(group.async_factor * group.batch) * group.size
+    in_flight = int(group.async_factor * group.batch + 1e-9) * group.size
     return DispatcherConfig(
         group_size=group.size,
         batch=group.batch,
@@ -55,6 +57,7 @@ def dispatcher_config(config: SimConfig) -> DispatcherConfig:
         deadline_s=group.deadline_s,
         train_truncated=group.train_truncated,
         workers=config.workers,
-        max_trajectories=config.max_trajectories or max(1, 2 * gate),
+        max_trajectories=config.max_trajectories or max(1, in_flight),
         steps=config.steps,
+        policy=PolicySettings.from_config(config.policy),
     )

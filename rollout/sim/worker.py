@@ -14,8 +14,9 @@ from rollout.policy.slots import make_slots
 from rollout.sim.clock import Clock
 from rollout.sim.config import SimConfig
 from rollout.sim.cost import EngineCost
-from rollout.sim.engine import Request, SimEngine
+from rollout.sim.engine import WAITING, Request, SimEngine
 from rollout.sim.kv import HIGH_REF, LOW_REF, Node
+from rollout.sim.policies import WholePolicy
 from rollout.sim.sandboxes import Sandboxes
 from rollout.sim.workload import Script
 from rollout.types import (
@@ -27,6 +28,7 @@ from rollout.types import (
     TrajectoryEnded,
     TrajectoryStatus,
     TurnEnded,
+    TurnReady,
     WeightsAcknowledged,
     WorkerPaused,
 )
@@ -45,11 +47,14 @@ class Stage(Enum):
 class Play:
     """A trajectory being played."""
 
+    worker: SimWorker
+    """Where it is."""
     trajectory_id: str
     group_id: str
     script: Script
     tail: Node
     priority: PriorityClass
+    rank: int
     context: int
     stage: Stage = Stage.LEASE
     since_s: float = 0.0
@@ -63,6 +68,10 @@ class Play:
     request: Request | None = None
     epoch: int = -1
     ended: bool = False
+    moving: bool = False
+    """On its way between two workers."""
+    moving_to: SimWorker | None = None
+    """Where it goes as soon as no request of it is in the engine."""
 
 
 class WorkerStatistics:
@@ -84,9 +93,7 @@ class SimWorker:
         cost: EngineCost,
         clock: Clock,
         *,
-        slot_rule: str,
-        priority: bool,
-        tiers: bool,
+        policy: WholePolicy,
         version: int,
         sandboxes: Sandboxes,
         script_of: Callable[[str], Script],
@@ -98,17 +105,19 @@ class SimWorker:
         self._clock = clock
         self._keep_kv = config.engine.kv_on_sync == "keep"
         self._environment = config.environment
-        self._tiers = tiers
+        self._tiers = policy.tiers
         self._sandboxes = sandboxes
         self._script_of = script_of
         self._report = report
-        self._slots = make_slots(slot_rule, config.engine.slots)
+        self._slots = make_slots(policy.slots, config.engine.slots)
+        self._reports_ready = policy.reports_ready
+        self._move_token_s = cost.move_token_s
         self.engine = SimEngine(
             clock,
             cost,
             config.engine,
-            priority=priority,
-            tiers=tiers,
+            priority=policy.priority,
+            tiers=policy.tiers,
             on_finish=self._turn_done,
             on_abort=self._turn_aborted,
         )
@@ -120,36 +129,42 @@ class SimWorker:
 
     # -------------------------------------------------------------------------------------------------- commands
 
-    def start(self, command: StartTrajectory) -> None:
+    def start(self, command: StartTrajectory) -> Play:
         script = self._script_of(command.trajectory_id)
         tail = self.engine.kv.tail(command.group_id, command.trajectory_id)
         play = Play(
+            worker=self,
             trajectory_id=command.trajectory_id,
             group_id=command.group_id,
             script=script,
             tail=tail,
             priority=command.priority,
+            rank=command.rank,
             context=script.prompt_tokens,
             since_s=self._clock.now,
         )
         self.plays[play.trajectory_id] = play
-        self._refer(play)
-        self._sandboxes.lease(lambda: self._leased(play))
+        self._classify(play)
+        self._sandboxes.lease(lambda: play.worker.leased(play))
+        return play
 
-    def abort(self, command: AbortTrajectory) -> None:
-        play = self.plays.get(command.trajectory_id)
-        if play is not None:
-            self._end(play, command.status, 0.0, command.cause)
+    def abort(self, play: Play, command: AbortTrajectory) -> None:
+        self.end(play, command.status, 0.0, command.cause)
 
-    def set_class(self, command: SetClass) -> None:
-        play = self.plays.get(command.trajectory_id)
-        if play is None or command.epoch <= play.epoch:
+    def set_class(self, play: Play, command: SetClass) -> None:
+        if command.epoch <= play.epoch:
             return
         play.epoch = command.epoch
         play.priority = command.priority
-        self._refer(play)
+        play.rank = command.rank
         if play.request is not None:
             self.engine.set_high(play.request, command.priority is PriorityClass.HIGH)
+        self._classify(play)
+
+    def _classify(self, play: Play) -> None:
+        """Slots and engine get to know the trajectory's class."""
+        self._refer(play)
+        self._grant(self._slots.set_class(play.trajectory_id, play.priority, play.rank))
 
     def _refer(self, play: Play) -> None:
         """The trajectory's reference on its KV, by its class."""
@@ -203,19 +218,23 @@ class SimWorker:
         play.stage = stage
         play.since_s = now
 
-    def _leased(self, play: Play) -> bool:
+    def leased(self, play: Play) -> bool:
         """A sandbox is free; False when the trajectory is not there any more to take it."""
         if play.ended:
             return False
         self._enter(play, Stage.OPEN)
-        self._clock.after(self._environment.open_s, lambda: self._next_turn(play))
+        self._clock.after(self._environment.open_s, lambda: play.worker.next_turn(play))
         return True
 
-    def _next_turn(self, play: Play) -> None:
+    def next_turn(self, play: Play) -> None:
         if play.ended:
             return
         self._enter(play, Stage.TURN)
-        self._grant(self._slots.turn_ready(play.trajectory_id))
+        if self._reports_ready:
+            turn = play.turn + 1
+            self._report(TurnReady(trajectory_id=play.trajectory_id, turn=turn, context_tokens=play.context))
+        if not play.moving:
+            self._grant(self._slots.turn_ready(play.trajectory_id, play.context))
 
     def _grant(self, started: list[str]) -> None:
         for trajectory_id in started:
@@ -230,6 +249,10 @@ class SimWorker:
             )
             play.request = request
             self.engine.submit(request)
+        for victim in self._slots.take_victims():
+            running = self.plays[victim].request
+            assert running is not None
+            self.engine.abort(running)
 
     def _sampled(self, play: Play, tokens: int) -> None:
         if tokens:
@@ -266,6 +289,7 @@ class SimWorker:
         )
         self._grant(self._slots.turn_ended(play.trajectory_id))
         self._act(play)
+        self._hand_over(play)
         self._check_paused()
 
     def _act(self, play: Play) -> None:
@@ -275,19 +299,19 @@ class SimWorker:
             return  # its deadline ends it
         tool_s = script.tools_s[turn]
         if turn == script.fails_after:
-            self._clock.after(tool_s, lambda: self._end(play, TrajectoryStatus.FAILED, 0.0, "simulated failure"))
+            self._clock.after(tool_s, lambda: play.worker.end(play, TrajectoryStatus.FAILED, 0.0, "simulated failure"))
         elif play.turn == script.turns:
-            self._clock.after(0.0 if script.truncated else tool_s, lambda: self._score(play))
+            self._clock.after(0.0 if script.truncated else tool_s, lambda: play.worker.score(play))
         else:
             play.context += script.appended[turn]
-            self._clock.after(tool_s, lambda: self._next_turn(play))
+            self._clock.after(tool_s, lambda: play.worker.next_turn(play))
 
-    def _score(self, play: Play) -> None:
+    def score(self, play: Play) -> None:
         if play.ended:
             return
         self._enter(play, Stage.SCORE)
         status = TrajectoryStatus.TRUNCATED if play.script.truncated else TrajectoryStatus.FINISHED
-        self._clock.after(self._environment.score_s, lambda: self._end(play, status, play.script.reward, ""))
+        self._clock.after(self._environment.score_s, lambda: play.worker.end(play, status, play.script.reward, ""))
 
     def _turn_aborted(self, request: Request) -> None:
         """Out of the engine: by a pause (it queues again), a preemption, or because the trajectory has ended."""
@@ -298,10 +322,51 @@ class SimWorker:
             self._sampled(play, made)
             play.made += made
             self.statistics.preempted += 1
-            self._grant(self._slots.turn_preempted(play.trajectory_id))
+            if not self._hand_over(play):
+                self._grant(self._slots.turn_preempted(play.trajectory_id))
         self._check_paused()
 
-    def _end(self, play: Play, status: TrajectoryStatus, reward: float, cause: str) -> None:
+    # ----------------------------------------------------------------------------------------------- re-dispatch
+
+    def move(self, play: Play, target: SimWorker) -> None:
+        """Hand the trajectory over, a running turn first finished."""
+        play.moving_to = target
+        if play.request is None:
+            self._hand_over(play)
+        elif play.request.state == WAITING:
+            self.engine.abort(play.request)
+
+    def _hand_over(self, play: Play) -> bool:
+        """With a copy of what is known of its KV, host memory to host memory; False when it does not go."""
+        target, play.moving_to = play.moving_to, None
+        if target is None or target.lost or target is self or play.moving or play.ended:
+            return False
+        del self.plays[play.trajectory_id]
+        self._grant(self._slots.trajectory_ended(play.trajectory_id))
+        prompt = play.script.prompt_tokens
+        _, known = self.engine.kv.match(play.tail, prompt, play.context + play.made)
+        self.engine.kv.forget(play.tail)
+        copied = known if target.engine.kv.host_capacity else 0
+        play.worker = target
+        play.moving = True
+        target.plays[play.trajectory_id] = play
+        play.tail = target.engine.kv.tail(play.group_id, play.trajectory_id)
+        target._classify(play)
+        version = self.version
+        self._clock.after(copied * self._move_token_s, lambda: target.arrive(play, copied, version))
+        return True
+
+    def arrive(self, play: Play, copied: int, version: int) -> None:
+        """The copy is here; one of other weights is refused."""
+        play.moving = False
+        if play.ended or play.worker is not self:
+            return
+        if version == self.version and not self._paused:
+            self.engine.kv.import_host(play.tail, play.script.prompt_tokens, copied)
+        if play.stage is Stage.TURN:
+            self._grant(self._slots.turn_ready(play.trajectory_id, play.context))
+
+    def end(self, play: Play, status: TrajectoryStatus, reward: float, cause: str) -> None:
         if play.ended:
             return
         self._enter(play, play.stage)
@@ -328,5 +393,5 @@ class SimWorker:
         )
 
     def check_invariants(self) -> None:
-        self.engine.kv.check_invariants()
+        self.engine.check_invariants()
         self._slots.check_invariants()

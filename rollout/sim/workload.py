@@ -40,6 +40,11 @@ class Script:
     def generated(self) -> int:
         return sum(self.outputs)
 
+    @property
+    def context_tokens(self) -> int:
+        """At its end; the last turn's observation is never sent."""
+        return self.prompt_tokens + sum(self.outputs) + sum(self.appended[:-1])
+
 
 class Workload(Protocol):
     """Where scripts come from."""

@@ -1,9 +1,9 @@
 """The dispatcher's own speed: events per second and latency, and how the cost of an event grows with the run.
 
 A world of 64 workers in steady state: trajectories take turns (as many as SWE agents take), end, are sealed, trained
-and replaced. Only CPU time inside `handle` counts: other processes on the machine do not. `events_per_s` and `p99_us` are those with 8,192 trajectories in flight
-under the most demanding of the measured policies; `ratio` is the cost of an event with 512 in flight over the cost with
-65,536 (1: flat; 0.5: it doubled).
+and replaced. Only CPU time inside `handle` counts: other processes on the machine do not. `events_per_s` and `p99_us`
+are those with 8,192 trajectories in flight under the most demanding of the measured policies; `ratio` is the cost of an
+event with 512 in flight over the cost with 65,536 (1: flat; 0.5: it doubled).
 """
 
 from __future__ import annotations

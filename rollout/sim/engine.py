@@ -164,6 +164,12 @@ class SimEngine:
                 heapq.heappush(self._waiting, (self._rank(request), request.arrival, request))
                 self._visit()
 
+    def set_tier(self, tail: Node, tier: int) -> None:
+        """A trajectory's reference on its KV changed; what waits may fit now."""
+        self.kv.set_tier(tail, tier)
+        if self.waiting:
+            self._visit()
+
     def abort(self, request: Request) -> None:
         """Take it out at the next boundary, its tokens so far kept; `on_abort` tells."""
         if request.state != GONE:

@@ -222,10 +222,6 @@ class KvMemory:
                     if node.parent.children == 0 and node.parent.locks == 0:
                         self._queue(node.parent, touch=False)
 
-    def forget(self, tail: Node) -> None:
-        """The trajectory ended: nobody will ask for its tail again; its pages stay until they are evicted."""
-        self.set_tier(tail, UNUSED)
-
     def flush(self) -> None:
         """Drop everything that is not in use, on device and host (the weights changed)."""
         for node in self._nodes.values():

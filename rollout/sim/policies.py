@@ -31,12 +31,13 @@ def whole_policy(config: SimConfig) -> WholePolicy:
     """Of `config.policy`, on engines with the capabilities of `config.engine`."""
     settings = PolicySettings.from_config(config.policy)
     policy = policy_class(settings)
-    classes = policy.slots in ("priority", "rank")
+    slots = policy.slot_rule(settings)
+    classes = slots in ("priority", "rank")
     return WholePolicy(
-        slots=policy.slots,
+        slots=slots,
         reports_ready=policy.wants_turns,
         priority=classes and config.engine.priority,
-        tiers=policy.tiers and settings.residency and config.engine.tiers,
+        tiers=policy.uses_tiers(settings) and config.engine.tiers,
     )
 
 

@@ -15,7 +15,7 @@ from rollout.sim.clock import Clock
 from rollout.sim.config import SimConfig
 from rollout.sim.cost import EngineCost
 from rollout.sim.engine import WAITING, Request, SimEngine
-from rollout.sim.kv import HIGH_REF, LOW_REF, Node
+from rollout.sim.kv import HIGH_REF, LOW_REF, UNUSED, Node
 from rollout.sim.policies import WholePolicy
 from rollout.sim.sandboxes import Sandboxes
 from rollout.sim.workload import Script
@@ -170,7 +170,7 @@ class SimWorker:
         """The trajectory's reference on its KV, by its class."""
         if self._tiers:
             high = play.priority is PriorityClass.HIGH
-            self.engine.kv.set_tier(play.tail, HIGH_REF if high else LOW_REF)
+            self.engine.set_tier(play.tail, HIGH_REF if high else LOW_REF)
 
     def pause(self, version: int) -> None:
         self._pausing = version
@@ -345,7 +345,7 @@ class SimWorker:
         self._grant(self._slots.trajectory_ended(play.trajectory_id))
         prompt = play.script.prompt_tokens
         _, known = self.engine.kv.match(play.tail, prompt, play.context + play.made)
-        self.engine.kv.forget(play.tail)
+        self.engine.set_tier(play.tail, UNUSED)
         copied = known if target.engine.kv.host_capacity else 0
         play.worker = target
         play.moving = True
@@ -376,7 +376,7 @@ class SimWorker:
             self._sandboxes.release()
         if play.request is not None:
             self.engine.abort(play.request)
-        self.engine.kv.forget(play.tail)
+        self.engine.set_tier(play.tail, UNUSED)
         self._grant(self._slots.trajectory_ended(play.trajectory_id))
         self._report(
             TrajectoryEnded(

@@ -50,7 +50,7 @@ from rollout.types import (
 )
 
 Say = Callable[[str], None]
-MEASURED = tuple(name for name in ("action", "trajectory", "paper", "program_aware", "venus") if name in POLICIES)
+MEASURED = tuple(name for name in ("action", "paper", "venus") if name in POLICIES)
 WORKERS = 64
 GROUP = 8
 TURNS = 40

@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             each = build(SimConfig, layers, [*overrides, *policy_keys(name), f"seed={seed}"])
             results.append(run_one(each, name, args.events))
             took_s = time.perf_counter() - began_s
-            print(f"{name} seed {seed}: {results[-1].hours:.1f} simulated hours in {took_s:.1f} s", file=sys.stderr)
+            rate = f"{results[-1].trained_tokens_per_hour / 1e6:.3f} Mtok/h"
+            print(f"{name} seed {seed}: {rate}, {results[-1].hours:.1f} hours in {took_s:.1f} s", file=sys.stderr)
     print(table(results))
     if args.json is not None:
         document = {"config": msgspec.to_builtins(config), "results": [result.row() for result in results]}

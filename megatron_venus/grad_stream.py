@@ -22,7 +22,7 @@ from envclient.base.errors import InvariantError, VenusError
 from megatron_venus import packing
 from megatron_venus.adapters.megatron import Actor
 from megatron_venus.config import LossConfig, OptimizerConfig
-from megatron_venus.loss import TokenSums, batch_loss, token_log_probs
+from megatron_venus.loss import LossTokens, TokenSums, batch_loss, token_log_probs
 from rollout.types import BatchCounts, TrainGroup, TrainSequence
 
 log = logging.getLogger("venus.actor")
@@ -113,9 +113,14 @@ class GradientStream:
             self.actor.arch.vocabulary,
             self._temperature,
         )
-        loss, sums = batch_loss(
-            log_pi, entropy, batch.behaviour_N, batch.advantages_N, self._loss.clip_low, self._loss.clip_high
+        tokens = LossTokens(
+            log_pi=log_pi,
+            entropy=entropy,
+            behaviour=batch.behaviour_N,
+            advantages=batch.advantages_N,
+            sequence_N=batch.sequence_N,
         )
+        loss, sums = batch_loss(tokens, self._loss)
         loss.backward()  # type: ignore[no-untyped-call]
         self._sums.add(sums)
 

@@ -33,6 +33,10 @@ class PackedBatch:
     """log μ: the engine's log-probs of the loss tokens."""
     advantages_N: Tensor
     """Of each loss token's sequence."""
+    sequence_N: Tensor
+    """Each loss token's sequence: its place in `lengths` and `members`. No sequence is split over two batches."""
+    members: list[int]
+    """Place of each packed sequence in what was given to `pack`."""
 
     def to(self, device: torch.device) -> PackedBatch:
         return PackedBatch(
@@ -43,6 +47,8 @@ class PackedBatch:
             targets_N=self.targets_N.to(device),
             behaviour_N=self.behaviour_N.to(device),
             advantages_N=self.advantages_N.to(device),
+            sequence_N=self.sequence_N.to(device),
+            members=self.members,
         )
 
 
@@ -75,27 +81,29 @@ def pack(sequences: Sequence[TrainSequence], budget_tokens: int) -> list[PackedB
 
     Sequences without a loss token are left out. Long ones come first: equal lengths then meet, which attention likes.
     """
-    waiting = [(needed_length(sequence), sequence) for sequence in sequences]
+    waiting = [(needed_length(sequence), member) for member, sequence in enumerate(sequences)]
     waiting = sorted((item for item in waiting if item[0]), key=lambda item: -item[0])
-    batches: list[list[tuple[int, TrainSequence]]] = []
+    batches: list[list[tuple[int, int]]] = []
     room = 0
-    for length, sequence in waiting:
+    for length, member in waiting:
         if not batches or length > room:
             batches.append([])
             room = budget_tokens
-        batches[-1].append((length, sequence))
+        batches[-1].append((length, member))
         room -= length
-    return [_packed(batch) for batch in batches]
+    return [_packed(batch, sequences) for batch in batches]
 
 
-def _packed(items: Sequence[tuple[int, TrainSequence]]) -> PackedBatch:
+def _packed(items: Sequence[tuple[int, int]], sequences: Sequence[TrainSequence]) -> PackedBatch:
     ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
     behaviour: list[float] = []
     advantages: list[float] = []
-    for length, sequence in items:
+    owners: list[int] = []
+    for place_in_batch, (length, member) in enumerate(items):
+        sequence = sequences[member]
         start, prompt = len(ids), len(sequence.prompt_ids)
         ids += (sequence.prompt_ids + sequence.response_ids)[:length]
         positions += range(length)
@@ -105,6 +113,7 @@ def _packed(items: Sequence[tuple[int, TrainSequence]]) -> PackedBatch:
         targets += [sequence.response_ids[place] for place in loss_places]
         behaviour += [sequence.logprobs[place] for place in loss_places]
         advantages += [sequence.advantage] * len(loss_places)
+        owners += [place_in_batch] * len(loss_places)
     return PackedBatch(
         input_ids_T=torch.tensor(ids),
         position_ids_T=torch.tensor(positions),
@@ -113,4 +122,6 @@ def _packed(items: Sequence[tuple[int, TrainSequence]]) -> PackedBatch:
         targets_N=torch.tensor(targets),
         behaviour_N=torch.tensor(behaviour, dtype=torch.float32),
         advantages_N=torch.tensor(advantages, dtype=torch.float32),
+        sequence_N=torch.tensor(owners),
+        members=[member for _, member in items],
     )

@@ -8,7 +8,7 @@ positions from 0, so that no padding is computed. Prompt and tool tokens are con
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -37,19 +37,18 @@ class PackedBatch:
     """Each loss token's sequence: its place in `lengths` and `members`. No sequence is split over two batches."""
     members: list[int]
     """Place of each packed sequence in what was given to `pack`."""
+    log_old_N: Tensor | None = None
+    """log π_old, where it is not the training forward itself; filled in by the gradient stream."""
+    log_ref_N: Tensor | None = None
+    """log π_ref, where KL is asked for; filled in by the gradient stream."""
 
     def to(self, device: torch.device) -> PackedBatch:
-        return PackedBatch(
-            input_ids_T=self.input_ids_T.to(device),
-            position_ids_T=self.position_ids_T.to(device),
-            lengths=self.lengths,
-            rows_N=self.rows_N.to(device),
-            targets_N=self.targets_N.to(device),
-            behaviour_N=self.behaviour_N.to(device),
-            advantages_N=self.advantages_N.to(device),
-            sequence_N=self.sequence_N.to(device),
-            members=self.members,
-        )
+        moved = {
+            entry.name: value.to(device)
+            for entry in fields(self)
+            if isinstance(value := getattr(self, entry.name), Tensor)
+        }
+        return replace(self, **moved)
 
 
 def check(sequence: TrainSequence) -> None:

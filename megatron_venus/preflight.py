@@ -19,6 +19,7 @@ from typing import Any
 
 from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
+from megatron_venus import algorithms
 from megatron_venus.config import VenusConfig
 
 NEEDED_DISK_BYTES = 512 << 20
@@ -59,11 +60,11 @@ def check_values(config: VenusConfig) -> None:
         "rollout.worker.policy": (worker.policy, ("action", "trajectory")),
         "rollout.group.on_lost_member": (group.on_lost_member, ("drop", "shrink")),
         "env.backend": (config.env.backend, ("process",)),
-        "actor.loss.aggregation": (config.actor.loss.aggregation, ("token-mean",)),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
             raise ConfigError(f"{key}={value!r} is not known", f"one of: {', '.join(allowed)}")
+    algorithms.check(config)
     sampling = config.rollout.sampling
     if not (math.isfinite(sampling.temperature) and sampling.temperature > 0):
         raise ConfigError(

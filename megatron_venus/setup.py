@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envclient.base.errors import ConfigError
+from megatron_venus import algorithms
 from megatron_venus.adapters import cpu
 from megatron_venus.checkpoint_index import Checkpoint
 from megatron_venus.config import VenusConfig
 from megatron_venus.rollout_log import RolloutLog
+from rollout.policy.advantages import AdvantageRule
 
 if TYPE_CHECKING:
     from megatron_venus.grad_stream import GradientStream
@@ -38,8 +40,7 @@ class Parts:
 
 def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | None) -> Parts:
     """Join the other replicas, build the model and load weights: the run's model, or all that `resume` holds."""
-    if config.actor.loss.aggregation != "token-mean":
-        raise ConfigError(f"actor.loss.aggregation={config.actor.loss.aggregation!r} is not known", "use token-mean")
+    algorithms.check(config)
     # Megatron warns of every accelerator library that is not there (on a CPU machine all of them) and logs its configs.
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
@@ -50,6 +51,7 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     from megatron_venus import checkpoint, hf_folder, weight_map
     from megatron_venus.adapters.megatron import Actor, join_process_group
     from megatron_venus.grad_stream import GradientStream
+    from megatron_venus.reference import FrozenReference
     from megatron_venus.weight_sync import WeightSync
 
     join_process_group()
@@ -63,6 +65,8 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
         )
     weights = hf_folder.read_weights(source)
     actor = Actor(arch, weights, actor_config.optimizer, dtype=model.dtype, seed=config.run.seed)
+    # Before a checkpoint is loaded: the reference is what the run started from.
+    reference = FrozenReference(actor.model) if actor_config.loss.kl.place != "none" else None
     nonfinite_steps = checkpoint.load(resume, actor) if resume else 0
     if resume:
         log.info("resumed from the checkpoint of step %d", resume.step)
@@ -73,8 +77,12 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
         temperature=config.rollout.sampling.temperature,
         micro_batch_tokens=actor_config.micro_batch_tokens,
         skip_zero_advantage=actor_config.skip_zero_advantage,
+        advantage=AdvantageRule.from_config(config.rollout.advantage),
+        reference=reference,
         nonfinite_steps=nonfinite_steps,
     )
+
+    log.info("loss: %s", algorithms.summary(config))
 
     def save(step: int) -> None:
         keep = actor_config.keep_checkpoints

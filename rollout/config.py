@@ -96,10 +96,19 @@ class GroupConfig:
 
 @dataclass(kw_only=True)
 class AdvantageConfig:
-    """GRPO's advantage: (R − mean) / (std + 1e-6), unbiased std."""
+    """GRPO's advantage by default: (R − mean) / (std + 1e-6) in the group, unbiased std."""
 
+    estimator: str = "group"
+    """`group`; `batch`: (R − mean) / std over the whole batch's tokens (REINFORCE++); `group_batch`: R − mean of the
+    group, then divided by the batch's std (REINFORCE++-baseline). The last two hold gradients until the batch ends."""
     normalise_std: bool = True
     """False: R − mean (Dr.GRPO)."""
+    overlong_tokens: int = 0
+    """DAPO's overlong penalty: generated tokens at which `overlong_factor` is taken from the reward; 0: none."""
+    overlong_buffer: int = 0
+    """Tokens below `overlong_tokens` over which the penalty grows linearly from 0."""
+    overlong_factor: float = 1.0
+    """The whole penalty, in units of reward."""
 
 
 @dataclass(kw_only=True)

@@ -153,14 +153,14 @@ class GradientStream:
     def _prepared(self, group: TrainGroup) -> list[PackedBatch]:
         """Micro-batches with all log-probs that the loss needs and the training forward does not give."""
         sequences = [s for s in group.sequences if s.advantage != 0.0 or not self._skip_zero_advantage]
-        batches = packing.pack(sequences, self._micro_batch_tokens)
+        batches = [b.to(self.actor.device) for b in packing.pack(sequences, self._micro_batch_tokens)]
         loss = self._loss
         in_reward = loss.kl.place == "reward"
         if not loss.bypass and (loss.updates_per_batch > 1 or in_reward):
-            batches = [replace(batch, log_old_N=self._log_probs(batch)[0].cpu()) for batch in batches]
+            batches = [replace(batch, log_old_N=self._log_probs(batch)[0]) for batch in batches]
         if self._reference is not None:
             with self._reference.in_place():
-                batches = [replace(batch, log_ref_N=self._log_probs(batch)[0].cpu()) for batch in batches]
+                batches = [replace(batch, log_ref_N=self._log_probs(batch)[0]) for batch in batches]
         return self._penalised(sequences, batches) if in_reward else batches
 
     def _penalised(self, sequences: Sequence[TrainSequence], batches: list[PackedBatch]) -> list[PackedBatch]:
@@ -181,11 +181,10 @@ class GradientStream:
         for batch, penalty in zip(batches, penalties, strict=True):
             for member, value in zip(batch.members, sequence_sum(penalty, batch.sequence_N).tolist(), strict=True):
                 rewards[member] -= value
-        advantages = torch.tensor(rule.of_group(rewards), dtype=torch.float32)
-        return [replace(b, advantages_N=advantages[torch.tensor(b.members)][b.sequence_N]) for b in batches]
+        advantages = torch.tensor(rule.of_group(rewards), dtype=torch.float32, device=self.actor.device)
+        return [replace(b, advantages_N=advantages[b.members][b.sequence_N]) for b in batches]
 
     def _log_probs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        batch = batch.to(self.actor.device)
         return token_log_probs(
             self.actor.output_rows(batch),
             batch.targets_N,
@@ -198,10 +197,10 @@ class GradientStream:
         """Add the batches' summed gradient."""
         with self.actor.ddp.no_sync():
             for batch in batches:
-                self._forward_backward(batch.to(self.actor.device))
+                self._loss_of(batch, *self._log_probs(batch)).backward()  # type: ignore[no-untyped-call]
 
-    def _forward_backward(self, batch: PackedBatch) -> None:
-        log_pi, entropy = self._log_probs(batch)
+    def _loss_of(self, batch: PackedBatch, log_pi: Tensor, entropy: Tensor) -> Tensor:
+        """Summed loss of a micro-batch; its sums are added."""
         tokens = LossTokens(
             log_pi=log_pi,
             entropy=entropy,
@@ -212,8 +211,8 @@ class GradientStream:
             log_ref=batch.log_ref_N,
         )
         loss, sums = batch_loss(tokens, self._loss)
-        loss.backward()  # type: ignore[no-untyped-call]
         self._sums.add(sums)
+        return loss
 
     # ------------------------------------------------------------------------------------------- batch is closed
 

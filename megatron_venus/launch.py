@@ -121,10 +121,8 @@ def dry_run(config: VenusConfig, run_dir: Path) -> str:
         f"workers       {config.rollout.worker.count}, each with one engine of {config.rollout.worker.slots} slots",
         f"actor         {config.actor.ranks} rank(s) under torchrun",
     ]
-    return (
-        f"{to_yaml(config)}\nrun folder: {run_dir}\nloss: {algorithms.summary(config)}\nprocesses, all on this machine:\n  "
-        + "\n  ".join(roles)
-    )
+    text = f"{to_yaml(config)}\nrun folder: {run_dir}\nloss: {algorithms.summary(config)}"
+    return text + "\nprocesses, all on this machine:\n  " + "\n  ".join(roles)
 
 
 class Launcher:

@@ -102,7 +102,7 @@ def batch_loss(tokens: LossTokens, config: LossConfig) -> tuple[Tensor, TokenSum
             "weight": applied.sum(),
             "rejected": ((applied == 0.0) * ones).sum(),
             "gap": gap.sum(),
-            "gap_max": gap.max(),
+            "gap_max": gap.max() if len(gap) else gap.sum(),
         }
         values = torch.stack(list(sums.values())).tolist()
     return total, TokenSums(tokens=float(len(now)), **dict(zip(sums, values, strict=True)))

@@ -9,6 +9,7 @@ import math
 
 from envclient.base.errors import ConfigError
 from megatron_venus.config import LossConfig, VenusConfig
+from rollout.policy.advantages import ESTIMATORS
 
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_plus_plus")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -92,10 +93,9 @@ def _check_numbers(loss: LossConfig) -> None:
 
 def _check_advantage(config: VenusConfig) -> None:
     advantage = config.rollout.advantage
-    estimators = ("group", "batch", "group_batch")
-    if advantage.estimator not in estimators:
+    if advantage.estimator not in ESTIMATORS:
         raise ConfigError(
-            f"rollout.advantage.estimator={advantage.estimator!r} is not known", f"one of: {', '.join(estimators)}"
+            f"rollout.advantage.estimator={advantage.estimator!r} is not known", f"one of: {', '.join(ESTIMATORS)}"
         )
     if advantage.overlong_tokens < 0 or not 0 <= advantage.overlong_buffer <= advantage.overlong_tokens:
         raise ConfigError(

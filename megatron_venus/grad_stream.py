@@ -15,7 +15,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -247,20 +246,27 @@ class GradientStream:
     def _parts(self) -> list[_Part]:
         """What each update of this batch is made of on this replica.
 
-        A kept batch is divided by group ids, so that arrival order leaves no trace.
+        A kept batch is divided by the order of its group ids, on all replicas: neither the order of arrival nor the
+        replicas' shares leave a trace.
         """
         if self._streams:
             return [_Part(batches=[], denominator=self._denominator(self._counted.tokens, self._counted.sequences))]
         kept = sorted(self._normalised() if self._rule.needs_batch else self._kept, key=lambda group: group.group_id)
-        updates = self._loss.updates_per_batch
-        ends = [len(kept) * number // updates for number in range(updates + 1)]
+        updates, everyones = self._loss.updates_per_batch, self._everyones([group.group_id for group in kept])
+        update_of = {group_id: place * updates // len(everyones) for place, group_id in enumerate(everyones)}
         parts = []
-        for first, end in pairwise(ends):
-            groups = kept[first:end]
+        for update in range(updates):
+            groups = [group for group in kept if update_of[group.group_id] == update]
             tokens, sequences = sum(group.tokens for group in groups), sum(group.sequences for group in groups)
             batches = [batch for group in groups for batch in group.batches]
             parts.append(_Part(batches=batches, denominator=self._denominator(tokens, sequences)))
         return parts
+
+    def _everyones(self, group_ids: list[str]) -> list[str]:
+        """Group ids of all replicas, in order."""
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, group_ids)
+        return sorted({group_id for part in gathered for group_id in part})
 
     def _denominator(self, tokens: int, sequences: int) -> int:
         norm = self._loss.norm_tokens

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_venus.adapters import cpu
 from megatron_venus.config import LossConfig, OptimizerConfig
+from rollout.policy.advantages import AdvantageRule
 from rollout.types import BatchCounts, Record, TrainGroup, TrainSequence, VersionSpan
 
 VOCABULARY = 96
@@ -124,7 +125,8 @@ def make_stream(actor: Any, **options: Any) -> Any:
 
     settings = {"temperature": 1.0, "micro_batch_tokens": 4096, "skip_zero_advantage": True} | options
     optimizer = settings.pop("optimizer", OptimizerConfig())
-    return GradientStream(actor, LossConfig(), optimizer, **settings)
+    loss = settings.pop("loss", LossConfig())
+    return GradientStream(actor, loss, optimizer, **settings)
 
 
 def capture_gradient(actor: Any) -> dict[str, Tensor]:
@@ -192,13 +194,16 @@ class Case(Record):
     groups: list[TrainGroup]
     first: list[int]
     micro_batch_tokens: int
+    loss: LossConfig = msgspec.field(default_factory=LossConfig)
+    advantage: AdvantageRule = AdvantageRule()
 
 
 def replica(cases: Path, out: Path) -> None:
     results = []
     for case in msgspec.msgpack.decode(cases.read_bytes(), type=list[Case]):
         actor = make_actor(Path(case.folder))
-        stream = make_stream(actor, micro_batch_tokens=case.micro_batch_tokens)
+        options = {"loss": case.loss, "advantage": case.advantage}
+        stream = make_stream(actor, micro_batch_tokens=case.micro_batch_tokens, **options)
         gradient = capture_gradient(actor)
         rest = [index for index in range(len(case.groups)) if index not in case.first]
         for index in case.first if actor.replica == 0 else reversed(rest):

@@ -128,9 +128,10 @@ def test_reads_both_spellings_of_rope(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ],
 )
-def test_other_architectures_are_refused(change: dict[str, Any], message: str) -> None:
+def test_other_architectures_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(ConfigError, match=message):
-        Architecture.from_hf(CONFIG | change, "x")
+        weight_map.read_architecture(tmp_path)
 
 
 def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -52,12 +52,12 @@ class StoredObject:
     data: bytes
 
 
-def into_files(chunks: Sequence[Chunk], file_bytes: int = FILE_BYTES) -> list[list[Chunk]]:
+def into_files(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """Consecutive chunks, a file's worth each."""
     files: list[list[Chunk]] = []
-    filled = file_bytes
+    filled = FILE_BYTES
     for chunk in chunks:
-        if filled >= file_bytes:
+        if filled >= FILE_BYTES:
             files.append([])
             filled = 0
         files[-1].append(chunk)

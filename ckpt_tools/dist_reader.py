@@ -49,6 +49,8 @@ class DistCheckpoint:
     def open(cls, folder: Path) -> DistCheckpoint:
         """Check that the folder is whole: every byte that `.metadata` speaks of is there.
 
+        `.metadata` is a pickle, as Megatron wants it: open only what you would also train from.
+
         Raises:
             ConfigError: names the file or tensor.
         """

@@ -5,9 +5,9 @@ Each file's chunks become a plan as if a rank of its own had made it; a tensor e
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteDa
 
 from ckpt_tools.dist_reader import BACKEND, COMMON, CONFIG
 from ckpt_tools.layout import Box
+from ckpt_tools.workers import Workers
 from envclient.base.files import write_json_atomic
 
 THREADS = 2
@@ -68,11 +69,14 @@ def into_files(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
 class _Planner(DefaultSavePlanner):  # type: ignore[misc]
     """Hands torch's writer each piece of data as it asks for it."""
 
-    def __init__(self, sources: dict[tuple[str, tuple[int, ...]], Chunk], objects: dict[str, bytes]) -> None:
+    def __init__(
+        self, sources: dict[tuple[str, tuple[int, ...]], Chunk], objects: dict[str, bytes], workers: Workers
+    ) -> None:
         super().__init__()
-        self._sources, self._objects = sources, objects
+        self._sources, self._objects, self._workers = sources, objects, workers
 
     def resolve_data(self, write_item: Any) -> Any:
+        self._workers.check()
         index = write_item.index
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._objects[index.fqn])
@@ -92,20 +96,17 @@ def write(
     plans, metadata = create_default_global_save_plan(plans)
     writer = FileSystemWriter(folder, sync_files=True)
     plans = writer.prepare_global_plan(plans)
+    workers = Workers(THREADS)
     planner = _Planner(
         {(chunk.key, chunk.box[0]): chunk for chunks in files for chunk in chunks},
         {item.key: item.data for item in objects},
+        workers,
     )
-    pool = ThreadPoolExecutor(THREADS, "ckpt-write")
-    try:
-        futures = [pool.submit(lambda plan: writer.write_data(plan, planner).value(), plan) for plan in plans]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future.done():
-                future.result()
-        results = [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
+
+    def write_file(plan: Any) -> Any:
+        return writer.write_data(plan, planner).value()
+
+    results = workers.run([functools.partial(write_file, plan) for plan in plans])
     write_json_atomic(folder / CONFIG, BACKEND)
     if common is None:
         torch.save({"content_metadata": {"singleton_local_shards": False}}, folder / COMMON)

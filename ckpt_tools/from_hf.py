@@ -7,7 +7,6 @@ manifest.json (checksum of every tensor). Values and type stay as they are, bit 
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from ckpt_tools.hf_checkpoint import BLOCK_BYTES, HfCheckpoint
 from ckpt_tools.layout import Box, Layout, Place, by_rows, places
 from ckpt_tools.output import check_target, complete_or_absent, file_sizes, gigabytes
 from ckpt_tools.rows import Checksums
+from ckpt_tools.workers import Workers
 from megatron_venus.checkpoint_index import Manifest, write_manifest
 from megatron_venus.hf_folder import companions
 from megatron_venus.weight_map import row_runs
@@ -68,7 +68,8 @@ def convert(
     checkpoint = HfCheckpoint.open(source, any_dtype=any_dtype)
     layout.check(checkpoint.arch)
     progress = command.Progress(checkpoint.nbytes, "written", quiet=quiet)
-    files = _files(checkpoint, layout, progress)
+    workers = Workers(2)
+    files = _files(checkpoint, layout, progress, workers)
     beside = companions(source)
     check_target(out, checkpoint.nbytes + sum(path.stat().st_size for path in beside))
     name = str(checkpoint.dtype).removeprefix("torch.")
@@ -82,25 +83,24 @@ def convert(
     with complete_or_absent(out) as folder:
         (folder / "megatron").mkdir()
         (folder / "hf").mkdir()
-        with ThreadPoolExecutor(1, "ckpt-checksum") as pool:
-            checksums = pool.submit(_checksums, checkpoint)
-            write(folder / "megatron", files)
         for path in beside:
             shutil.copy2(path, folder / "hf" / path.name)
-        write_manifest(folder, Manifest(step=0, weights=checksums.result(), files=file_sizes(folder)))
+        _, checksums = workers.run([lambda: write(folder / "megatron", files), lambda: _checksums(checkpoint, workers)])
+        write_manifest(folder, Manifest(step=0, weights=checksums or {}, files=file_sizes(folder)))
     progress.end()
 
 
-def _checksums(checkpoint: HfCheckpoint) -> dict[str, str]:
+def _checksums(checkpoint: HfCheckpoint, workers: Workers) -> dict[str, str]:
     # Reads again what the writers read: from the page cache, as they go through the files in about the same order.
     checksums = Checksums()
     for unit in checkpoint.units():
         for block in checkpoint.blocks(unit):
+            workers.check()
             checksums.add(block)
     return checksums.result()
 
 
-def _files(checkpoint: HfCheckpoint, layout: Layout, progress: command.Progress) -> list[list[Chunk]]:
+def _files(checkpoint: HfCheckpoint, layout: Layout, progress: command.Progress, workers: Workers) -> list[list[Chunk]]:
     ranks: dict[tuple[int, int, int], list[Chunk]] = {}
     for place in places(checkpoint.arch):
         stage, expert_rank = place.home(layout, checkpoint.arch)
@@ -108,15 +108,18 @@ def _files(checkpoint: HfCheckpoint, layout: Layout, progress: command.Progress)
         for rank, part in place.cuts(layout):
             for box in by_rows(part, max(1, BLOCK_BYTES // row_bytes)):
                 for key in place.keys:
-                    chunk = _chunk(checkpoint, place, key, box, progress)
+                    chunk = _chunk(checkpoint, place, key, box, progress, workers)
                     ranks.setdefault((stage, rank, expert_rank), []).append(chunk)
     return [file for _, chunks in sorted(ranks.items()) for file in into_files(chunks)]
 
 
-def _chunk(checkpoint: HfCheckpoint, place: Place, key: str, box: Box, progress: command.Progress) -> Chunk:
+def _chunk(
+    checkpoint: HfCheckpoint, place: Place, key: str, box: Box, progress: command.Progress, workers: Workers
+) -> Chunk:
     boxed = place.boxed(box)
 
     def make() -> Tensor:
+        workers.check()
         tensor = _gather(checkpoint, place, box)
         progress.add(tensor.nbytes, place.name)
         return tensor.reshape(boxed[1])

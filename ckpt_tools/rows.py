@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 from ckpt_tools.hf_checkpoint import Block
 from ckpt_tools.raw import as_bytes
 from ckpt_tools.source import Weights
+from ckpt_tools.workers import Workers
 
 THREADS = 2
 
@@ -17,19 +18,14 @@ THREADS = 2
 def each_block(weights: Weights, use: Callable[[Block], None]) -> None:
     """Call `use` with every block, contiguous; those of one tensor come in ascending order, all from one thread."""
 
-    def unit_of(unit: str) -> None:
+    workers = Workers(THREADS)
+
+    def go_through(unit: str) -> None:
         for block in weights.blocks(unit):
+            workers.check()
             use(Block(tensor=block.tensor, start=block.start, rows=block.rows.contiguous()))
 
-    pool = ThreadPoolExecutor(THREADS, "ckpt-read")
-    try:
-        futures = [pool.submit(unit_of, unit) for unit in weights.units()]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future.done():
-                future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    workers.run([functools.partial(go_through, unit) for unit in weights.units()])
 
 
 class Checksums:

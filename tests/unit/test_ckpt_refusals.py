@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,3 +293,21 @@ def test_errors_of_the_commands_are_one_line(root: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and "holds no checkpoint" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_stopped_while_writing_leaves_nothing(root: Path) -> None:
+    """SIGTERM in the middle: exit code 130, no output, nothing beside it."""
+    ckpt_kit.edit_json(root / "hf/config.json", vocab_size=16_000_000)  # 1 GB of holes
+    config = json.loads((root / "hf/config.json").read_text())
+    for path in (root / "hf").glob("model*"):
+        path.unlink()
+    create(root / "hf/model.safetensors", hf_shapes(Architecture.from_hf(config, "x")), torch.bfloat16)
+    before = sorted(root.rglob("*"))
+    command = [sys.executable, "-m", "ckpt_tools.from_hf", str(root / "hf"), str(root / "out"), "--quiet"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not list(root.glob(".out.*.partial/megatron/*.distcp")):
+        assert process.poll() is None, "ended before it wrote anything"
+        time.sleep(0.005)
+    process.terminate()
+    assert process.wait(timeout=60) == 130
+    assert sorted(root.rglob("*")) == before

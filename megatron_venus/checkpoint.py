@@ -36,11 +36,15 @@ _CONTENT = {
 
 def _state(actor: Actor, *, loading: bool) -> dict[str, Any]:
     metadata = _CONTENT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = actor.model.sharded_state_dict(metadata=metadata)
-    return {
-        "model": model,
-        "optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+    models = {
+        _model_key(index, actor): chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(actor.chunks)
     }
+    return models | {"optimizer": actor.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)}
+
+
+def _model_key(index: int, actor: Actor) -> str:
+    return "model" if len(actor.chunks) == 1 else f"model{index}"
 
 
 def _random_states() -> dict[str, Any]:
@@ -72,8 +76,12 @@ def save(run_dir: Path, step: int, actor: Actor, nonfinite_steps: int, *, hf_sou
         TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
         content_metadata=_CONTENT,
     )
+    weights: dict[str, torch.Tensor] = {}
+    if actor.layout.replica == 0:
+        for name, tensor in actor.hf_tensors():
+            if leader:
+                weights[name] = tensor
     if leader:
-        weights = dict(actor.hf_tensors())
         write_weights(folder / "hf", weights, hf_source)
         _complete(folder, step, {name: checksum(tensor) for name, tensor in weights.items()})
         _retain(run_dir, keep)
@@ -107,7 +115,8 @@ def load(checkpoint: Checkpoint, actor: Actor) -> int:
         VenusError: the restored weights are not those of the manifest.
     """
     state = dist_checkpointing.load(_state(actor, loading=True), str(checkpoint.megatron_dir))
-    actor.model.load_state_dict(state["model"])
+    for index, chunk in enumerate(actor.chunks):
+        chunk.load_state_dict(state[_model_key(index, actor)])
     with torch.no_grad():
         actor.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"]["torch"])

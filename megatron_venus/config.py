@@ -98,11 +98,36 @@ class SyncConfig:
 
 
 @dataclass(kw_only=True)
+class ParallelConfig:
+    """How one replica of the model is laid over processes; what is left of `actor.ranks` are replicas."""
+
+    tensor: int = 1
+    """Processes that share every layer's heads, feed-forward and the vocabulary."""
+    sequence: bool = False
+    """Also split norms and residuals over the tensor-parallel processes (sequence parallelism)."""
+    pipeline: int = 1
+    """Stages that the layers are cut into."""
+    virtual_stages: int = 1
+    """Pieces of every stage, run in turn (interleaved schedule)."""
+    context: int = 1
+    """Processes that share every sequence's tokens."""
+    expert: int = 1
+    """Processes that share every layer's experts; a replica then is as many data-parallel lanes, fed together."""
+    recompute: bool = False
+    """Compute every layer's activations again in the backward pass instead of keeping them."""
+
+    def replica_ranks(self) -> int:
+        """Processes of one replica: all that a collective inside the model may span."""
+        return self.tensor * self.pipeline * max(self.context, self.expert)
+
+
+@dataclass(kw_only=True)
 class ActorConfig:
     """The Megatron-core actor."""
 
     ranks: int = 1
-    """Processes under torchrun, each a data-parallel replica here."""
+    """Processes under torchrun."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_tokens: int = 4096
     """Token budget of one packed micro-batch."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

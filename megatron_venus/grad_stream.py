@@ -18,14 +18,13 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from envclient.base.errors import InvariantError, VenusError
 from megatron_venus import packing
 from megatron_venus.adapters.megatron import Actor
 from megatron_venus.config import LossConfig, OptimizerConfig
-from megatron_venus.loss import LossTokens, TokenSums, batch_loss, token_log_probs
+from megatron_venus.loss import LossTokens, TokenSums, batch_loss
 from megatron_venus.loss.aggregation import denominator
 from megatron_venus.loss.kl import ESTIMATORS
 from megatron_venus.loss.penalty import moments, normalised, squares, to_go
@@ -156,10 +155,12 @@ class GradientStream:
         loss = self._loss
         in_reward = loss.kl.place == "reward"
         if not loss.bypass and (loss.updates_per_batch > 1 or in_reward):
-            batches = [replace(batch, log_old_N=self._log_probs(batch)[0]) for batch in batches]
+            old = self._log_probs(batches)
+            batches = [replace(batch, log_old_N=log_old) for batch, log_old in zip(batches, old, strict=True)]
         if self._reference is not None:
             with self._reference.in_place():
-                batches = [replace(batch, log_ref_N=self._log_probs(batch)[0]) for batch in batches]
+                reference = self._log_probs(batches)
+            batches = [replace(batch, log_ref_N=log_ref) for batch, log_ref in zip(batches, reference, strict=True)]
         return self._penalised(sequences, batches) if in_reward else batches
 
     def _penalised(self, sequences: Sequence[TrainSequence], batches: list[PackedBatch]) -> list[PackedBatch]:
@@ -183,20 +184,12 @@ class GradientStream:
         advantages = torch.tensor(rule.of_group(rewards), dtype=torch.float32, device=self.actor.device)
         return [replace(b, advantages_N=advantages[b.members][b.sequence_N]) for b in batches]
 
-    def _log_probs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        return token_log_probs(
-            self.actor.output_rows(batch),
-            batch.targets_N,
-            self.actor.model.logits_of,
-            self.actor.arch.vocabulary,
-            self._temperature,
-        )
+    def _log_probs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        return [log_pi for log_pi, _ in self.actor.log_probs(batches, self._temperature)]
 
     def _run(self, batches: Sequence[PackedBatch]) -> None:
         """Add the batches' summed gradient."""
-        with self.actor.ddp.no_sync():
-            for batch in batches:
-                self._loss_of(batch, *self._log_probs(batch)).backward()  # type: ignore[no-untyped-call]
+        self.actor.forward_backward(batches, self._loss_of, self._temperature)
 
     def _loss_of(self, batch: PackedBatch, log_pi: Tensor, entropy: Tensor) -> Tensor:
         """Summed loss of a micro-batch; its sums are added."""
@@ -289,9 +282,7 @@ class GradientStream:
 
     def _update(self, step: int, divisor: int) -> float | None:
         """Reduce, scale, clip, step; the gradient's norm, or None when it was not finite and nothing changed."""
-        mine = torch.tensor(divisor, dtype=torch.long, device=self.actor.device)
-        # Sums gradients over replicas and divides by the divisor, itself summed over replicas.
-        finalize_model_grads([self.actor.ddp], mine)
+        self.actor.reduce_gradient(divisor)
         norm = None
         if self.actor.gradient_is_finite():
             self._nonfinite_in_row = 0
@@ -308,9 +299,10 @@ class GradientStream:
         self.actor.zero_gradient()
         return norm
 
-    def _summed(self, values: list[float]) -> list[float]:
-        """Over all replicas."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.actor.device)
+    def _summed(self, values: list[float], *, once: bool | None = None) -> list[float]:
+        """Over all replicas. A replica's processes all have its values: those of one count, by default the head's."""
+        counts = self.actor.layout.head if once is None else once
+        tensor = torch.tensor(values if counts else [0.0] * len(values), dtype=torch.float64, device=self.actor.device)
         dist.all_reduce(tensor)
         return tensor.tolist()
 
@@ -331,7 +323,8 @@ class GradientStream:
         """Sums and maxima over all replicas."""
         counted = self._counted
         added = [entry.name for entry in fields(TokenSums) if entry.name != "gap_max"]
-        values = self._summed([getattr(self._sums, name) for name in added])
+        once = self.actor.layout.counts_losses
+        values = self._summed([getattr(self._sums, name) for name in added], once=once)
         span, staleness, gap = self._largest([counted.span_max, counted.staleness_max, self._sums.gap_max])
         counted.span_max, counted.staleness_max = int(span), int(staleness)
         return TokenSums(**dict(zip(added, values, strict=True)), gap_max=gap)

@@ -42,6 +42,22 @@ class PackedBatch:
     log_ref_N: Tensor | None = None
     """log π_ref, where KL is asked for; filled in by the gradient stream."""
 
+    @classmethod
+    def empty(cls) -> PackedBatch:
+        """One token and no loss: keeps a process in step with others that have a batch more."""
+        none, zero = torch.zeros(0), torch.zeros(1, dtype=torch.long)
+        return cls(
+            input_ids_T=zero,
+            position_ids_T=zero,
+            lengths=[1],
+            rows_N=none.long(),
+            targets_N=none.long(),
+            behaviour_N=none,
+            advantages_N=none,
+            sequence_N=none.long(),
+            members=[],
+        )
+
     def to(self, device: torch.device) -> PackedBatch:
         moved = {
             entry.name: value.to(device)

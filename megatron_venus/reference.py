@@ -7,7 +7,7 @@ the price is one copy of this rank's weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -16,14 +16,18 @@ from torch import nn
 class FrozenReference:
     """Owner of the copy."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._weights = [param.detach().clone() for param in model.parameters()]
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        """Of the model pieces that this process holds."""
+        self._chunks = chunks
+        self._weights = [param.detach().clone() for param in self._parameters()]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [param for chunk in self._chunks for param in chunk.parameters()]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within, the model is the reference. Only for forward passes without gradient."""
-        params = list(self._model.parameters())
+        params = self._parameters()
         own = [param.data for param in params]
         for param, weight in zip(params, self._weights, strict=True):
             param.data = weight

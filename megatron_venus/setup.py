@@ -1,4 +1,4 @@
-"""From config and checkpoint to the parts that the training loop moves. Called once by `train` on every replica."""
+"""From config and checkpoint to the parts that the training loop moves. Called once by `train` on every process."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from megatron_venus.rollout_log import RolloutLog
 from rollout.policy.advantages import AdvantageRule
 
 if TYPE_CHECKING:
+    from megatron_venus.adapters.export import WeightExport
+    from megatron_venus.adapters.layout import Layout
     from megatron_venus.grad_stream import GradientStream
     from megatron_venus.weight_sync import WeightSync
 
@@ -30,16 +32,17 @@ log = logging.getLogger("venus.setup")
 class Parts:
     """What the loop needs besides the coordinator."""
 
-    replica: int
+    layout: Layout
     stream: GradientStream
+    export: WeightExport
     sync: WeightSync
     rollouts: RolloutLog
     save: Callable[[int], None]
-    """Write the checkpoint of this step; every replica calls it."""
+    """Write the checkpoint of this step; every process calls it."""
 
 
 def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | None) -> Parts:
-    """Join the other replicas, build the model and load weights: the run's model, or all that `resume` holds."""
+    """Join the other processes, build the model and load weights: the run's model, or all that `resume` holds."""
     algorithms.check(config)
     # Megatron warns of every accelerator library that is not there (on a CPU machine all of them) and logs its configs.
     logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -49,13 +52,15 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     cpu.install()
 
     from megatron_venus import checkpoint, hf_folder, weight_map
-    from megatron_venus.adapters.megatron import Actor, join_process_group
+    from megatron_venus.adapters import layout as layouts
+    from megatron_venus.adapters.export import WeightExport
+    from megatron_venus.adapters.megatron import Actor
     from megatron_venus.grad_stream import GradientStream
     from megatron_venus.reference import FrozenReference
     from megatron_venus.weight_sync import WeightSync
 
-    join_process_group()
     model, actor_config = config.model, config.actor
+    layout = layouts.join(actor_config.parallel)
     source = Path(model.path)
     arch = weight_map.read_architecture(source)
     if model.context_length > arch.max_positions:
@@ -64,9 +69,9 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
             "lower it",
         )
     weights = hf_folder.read_weights(source)
-    actor = Actor(arch, weights, actor_config.optimizer, dtype=model.dtype, seed=config.run.seed)
+    actor = Actor(arch, weights, actor_config.optimizer, layout, dtype=model.dtype, seed=config.run.seed)
     # Before a checkpoint is loaded: the reference is what the run started from.
-    reference = FrozenReference(actor.model) if actor_config.loss.kl.place != "none" else None
+    reference = FrozenReference(actor.chunks) if actor_config.loss.kl.place != "none" else None
     nonfinite_steps = checkpoint.load(resume, actor) if resume else 0
     if resume:
         log.info("resumed from the checkpoint of step %d", resume.step)
@@ -88,9 +93,10 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
         keep = actor_config.keep_checkpoints
         checkpoint.save(run_dir, step, actor, stream.nonfinite_steps, hf_source=source, keep=keep)
 
-    sync = WeightSync(actor.hf_tensors, actor_config.sync, token)
-    rollouts = RolloutLog(run_dir, actor.replica, config.run.save_rollouts)
-    return Parts(replica=actor.replica, stream=stream, sync=sync, rollouts=rollouts, save=save)
+    export = WeightExport(actor)
+    sync = WeightSync(export.tensors, actor_config.sync, token)
+    rollouts = RolloutLog(run_dir, layout.replica, config.run.save_rollouts and layout.head)
+    return Parts(layout=layout, stream=stream, export=export, sync=sync, rollouts=rollouts, save=save)
 
 
 def _use_loopback_if_nameless() -> None:
@@ -102,7 +108,7 @@ def _use_loopback_if_nameless() -> None:
 
 
 def leave() -> None:
-    """Wait for the other replicas, then leave the process group."""
+    """Wait for the other processes, then leave the process group."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -1,11 +1,12 @@
 """What the numerics tests share: a tiny Qwen3 folder, groups of random trajectories, and the plain reference.
 
-Run as a module under torchrun it is one replica of a streamed batch: `python -m tests.numerics.kit CASES OUT`.
+Run as a module under torchrun it is one process of a streamed batch: `python -m tests.numerics.kit CASES OUT`.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_venus.adapters import cpu
-from megatron_venus.config import LossConfig, OptimizerConfig
+from megatron_venus.config import LossConfig, OptimizerConfig, ParallelConfig
 from rollout.policy.advantages import AdvantageRule
 from rollout.types import BatchCounts, Record, TrainGroup, TrainSequence, VersionSpan
 
 VOCABULARY = 96
 
 
-def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+def make_model(folder: Path, *, tied: bool = True, seed: int = 0, layers: int = 2) -> Path:
     """A random Qwen3 with norms away from 1 (a mix-up shows) and logits that are not flat."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -34,7 +35,7 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
             vocab_size=VOCABULARY,
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,
@@ -101,23 +102,25 @@ def counts_of(groups: Sequence[TrainGroup]) -> BatchCounts:
     )
 
 
-def start_megatron() -> Any:
-    """Megatron in this process, as the only replica or under torchrun; returns its actor module."""
+def make_actor(
+    folder: Path,
+    optimizer: OptimizerConfig | None = None,
+    *,
+    dtype: str = "float32",
+    parallel: ParallelConfig | None = None,
+) -> Any:
+    """Megatron in this process, as the only one or under torchrun, with the folder's model."""
     cpu.install()
-    from megatron_venus.adapters import megatron
+    from megatron_venus import hf_folder, weight_map
+    from megatron_venus.adapters import layout
+    from megatron_venus.adapters.megatron import Actor
 
     if not dist.is_initialized() and "RANK" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    megatron.join_process_group()
-    return megatron
-
-
-def make_actor(folder: Path, optimizer: OptimizerConfig | None = None, *, dtype: str = "float32") -> Any:
-    megatron = start_megatron()
-    from megatron_venus import hf_folder, weight_map
-
+    place = layout.join(parallel or ParallelConfig())
     arch = weight_map.read_architecture(folder)
-    return megatron.Actor(arch, hf_folder.read_weights(folder), optimizer or OptimizerConfig(), dtype=dtype, seed=0)
+    weights = hf_folder.read_weights(folder)
+    return Actor(arch, weights, optimizer or OptimizerConfig(), place, dtype=dtype, seed=0)
 
 
 def make_stream(actor: Any, **options: Any) -> Any:
@@ -135,11 +138,12 @@ def capture_gradient(actor: Any) -> dict[str, Tensor]:
     check = actor.gradient_is_finite
 
     def capture() -> bool:
-        for buffer in actor.ddp.buffers:
+        for buffer in actor.buffers():
+            group = buffer.data_parallel_group
             for bucket in buffer.buckets:
-                # The distributed optimizer leaves a replica only its own part: put the parts together.
-                part = bucket.grad_data.chunk(actor.replicas)[actor.replica].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, part)
+                # The distributed optimizer leaves a process only its own part: put the parts together.
+                part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
         captured.update({name: grad.clone() for name, grad in actor.hf_tensors(lambda param: param.main_grad)})
         return check()
 
@@ -188,7 +192,10 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 
 
 class Case(Record):
-    """A batch for two replicas: replica 0 takes the groups named by `first`, in that order, replica 1 the rest."""
+    """A batch for two replicas: replica 0 takes the groups named by `first`, in that order, replica 1 the rest.
+
+    With one replica it takes those of `first`, then the rest.
+    """
 
     folder: str
     groups: list[TrainGroup]
@@ -196,17 +203,20 @@ class Case(Record):
     micro_batch_tokens: int
     loss: LossConfig = msgspec.field(default_factory=LossConfig)
     advantage: AdvantageRule = AdvantageRule()
+    parallel: ParallelConfig = ParallelConfig()
+    """All cases of one torchrun have the same."""
 
 
-def replica(cases: Path, out: Path) -> None:
+def process(cases: Path, out: Path) -> None:
     results = []
     for case in msgspec.msgpack.decode(cases.read_bytes(), type=list[Case]):
-        actor = make_actor(Path(case.folder))
+        actor = make_actor(Path(case.folder), parallel=case.parallel)
         options = {"loss": case.loss, "advantage": case.advantage}
         stream = make_stream(actor, micro_batch_tokens=case.micro_batch_tokens, **options)
         gradient = capture_gradient(actor)
-        rest = [index for index in range(len(case.groups)) if index not in case.first]
-        for index in case.first if actor.replica == 0 else reversed(rest):
+        rest = [index for index in reversed(range(len(case.groups))) if index not in case.first]
+        mine = [case.first, rest][actor.layout.replica] if actor.layout.replicas == 2 else [*case.first, *rest]
+        for index in mine:
             stream.add(case.groups[index])
         result = stream.finish(1, counts_of(case.groups))
         weights = {name: tensor.clone() for name, tensor in actor.hf_tensors()}
@@ -217,6 +227,37 @@ def replica(cases: Path, out: Path) -> None:
     dist.destroy_process_group()
 
 
+def torchrun(ranks: int, cases: Sequence[Case], folder: Path) -> list[dict[str, dict[str, Tensor]]]:
+    """Gradient, new weights and metrics of every case, trained by `ranks` processes."""
+    (folder / "cases").write_bytes(msgspec.msgpack.encode(cases))
+    run_module(ranks, "tests.numerics.kit", str(folder / "cases"), str(folder / "out"))
+    results: list[dict[str, dict[str, Tensor]]] = torch.load(folder / "out")
+    return results
+
+
+def run_module(ranks: int, module: str, *arguments: str) -> str:
+    """`python -m module` under torchrun; its output."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*launcher, "-m", module, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+def assert_gradient(ours: dict[str, Tensor], reference: torch.nn.Module, tolerance: float = 1e-5) -> None:
+    """‖Δ‖ / ‖reference‖ of every tensor."""
+    names = {name for name, _ in reference.named_parameters()}
+    assert set(ours) == names
+    for name, param in reference.named_parameters():
+        assert param.grad is not None
+        assert relative_error(ours[name], param.grad) <= tolerance, name
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    replica(Path(sys.argv[1]), Path(sys.argv[2]))
+    process(Path(sys.argv[1]), Path(sys.argv[2]))

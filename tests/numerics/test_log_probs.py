@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_venus import loss, packing
+from megatron_venus import packing
 from megatron_venus.loss import log_probs, objectives
 from tests.numerics import kit
 
@@ -30,9 +30,7 @@ def test_equal_hugging_face(
     sequences = [sequence for group in kit.make_groups(3) for sequence in group.sequences]
     seen = 0
     for batch in packing.pack(sequences, 100):
-        log_pi, entropy = loss.token_log_probs(
-            actor.output_rows(batch), batch.targets_N, actor.model.logits_of, kit.VOCABULARY, temperature
-        )
+        [(log_pi, entropy)] = actor.log_probs([batch], temperature)
         assert log_pi.shape == entropy.shape == batch.targets_N.shape
         ordered = sorted(sequences, key=lambda sequence: -packing.needed_length(sequence))
         mine = ordered[seen : seen + len(batch.lengths)]

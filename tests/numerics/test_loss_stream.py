@@ -140,17 +140,17 @@ def test_gradient(name: str, folders: tuple[Path, Path]) -> None:
     model, ref = (kit.reference_model(folder) for folder in folders)
     groups = make_groups(4, setting.rule, model)
     actor = kit.make_actor(folders[1])
-    reference = FrozenReference(actor.model) if setting.loss.kl.place != "none" else None
+    reference = FrozenReference(actor.chunks) if setting.loss.kl.place != "none" else None
     actor.load_weights(read_weights(folders[0]), "of the test")
     options = {"loss": setting.loss, "advantage": setting.rule, "reference": reference, "micro_batch_tokens": 60}
     stream = kit.make_stream(actor, **options)
     gradient = kit.capture_gradient(actor)
     shuffled = list(groups)
     random.Random(len(name)).shuffle(shuffled)
-    before = [param.detach().clone() for param in actor.model.parameters()]
+    before = [param.detach().clone() for param in actor.chunks[0].parameters()]
     for group in shuffled:
         stream.add(group)
-    assert all(torch.equal(param, old) for param, old in zip(actor.model.parameters(), before, strict=True))
+    assert all(torch.equal(param, old) for param, old in zip(actor.chunks[0].parameters(), before, strict=True))
     counts = kit.counts_of(groups)
     metrics = stream.finish(1, counts).metrics
 
@@ -220,7 +220,7 @@ def test_two_replicas(tied_model: Path, tmp_path: Path) -> None:
         share = {"folder": str(tied_model), "groups": groups, "first": first, "micro_batch_tokens": 64}
         return kit.Case(**share, loss=replace(loss, updates_per_batch=updates), advantage=BATCH)
 
-    results = torchrun(2, [case([3, 0, 4], 2), case([1], 2), case([], 2), case([3, 0], 1)], tmp_path)
+    results = kit.torchrun(2, [case([3, 0, 4], 2), case([1], 2), case([], 2), case([3, 0], 1)], tmp_path)
     for result in results[1:3]:
         assert result["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], abs=1e-6)
         for name, tensor in result["gradient"].items():

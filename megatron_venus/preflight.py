@@ -19,7 +19,7 @@ from typing import Any
 
 from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
-from megatron_venus import algorithms
+from megatron_venus import algorithms, layout_rules
 from megatron_venus.config import VenusConfig
 
 NEEDED_DISK_BYTES = 512 << 20
@@ -48,6 +48,7 @@ def check_values(config: VenusConfig) -> None:
     for key, count in positive.items():
         if count < 1:
             raise ConfigError(f"{key}={count} must be at least 1", "raise it")
+    layout_rules.check_sizes(config.actor)
     if group.size < 2:
         raise ConfigError("rollout.group.size=1 has no baseline: every advantage would be 0", "use at least 2")
     if group.async_factor < 1.0:
@@ -110,6 +111,7 @@ def check_model(config: VenusConfig) -> None:
         raise ConfigError(
             f"model.path={config.model.path!r}: architecture {kinds} is not supported", "use Qwen3ForCausalLM"
         )
+    layout_rules.check_model(config.actor, model)
     positions = int(model.get("max_position_embeddings", 0))
     if config.model.context_length > positions:
         raise ConfigError(

@@ -6,6 +6,7 @@ stored `fully_reshardable`, so another number of replicas can resume; at the sam
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -25,6 +26,7 @@ from megatron_venus.adapters.megatron import Actor
 from megatron_venus.checkpoint_index import Checkpoint, Manifest, checkpoint_dir, find_all, write_manifest
 from megatron_venus.hf_folder import write_weights
 from megatron_venus.weight_map import checksum
+from rollout.rope import Rope
 
 log = logging.getLogger("venus.checkpoint")
 _CONTENT = {
@@ -83,9 +85,17 @@ def save(run_dir: Path, step: int, actor: Actor, nonfinite_steps: int, *, hf_sou
                 weights[name] = tensor
     if leader:
         write_weights(folder / "hf", weights, hf_source)
+        _keep_rope(folder / "hf" / "config.json", actor.rope)
         _complete(folder, step, {name: checksum(tensor) for name, tensor in weights.items()})
         _retain(run_dir, keep)
     dist.barrier()
+
+
+def _keep_rope(path: Path, rope: Rope) -> None:
+    """Positions stretched by the run's config belong to the exported model."""
+    config = json.loads(path.read_text())
+    if changed := rope.config_fields(config):
+        path.write_text(json.dumps(config | changed, indent=2) + "\n")
 
 
 def _complete(folder: Path, step: int, weights: dict[str, str]) -> None:

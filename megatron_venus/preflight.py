@@ -21,6 +21,7 @@ from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
 from megatron_venus import algorithms, layout_rules
 from megatron_venus.config import VenusConfig
+from rollout.rope import check_context, rope_of
 
 NEEDED_DISK_BYTES = 512 << 20
 _LIBRARIES = {"numa": "libnuma1", "ibverbs": "libibverbs1", "seccomp": "libseccomp2"}
@@ -112,12 +113,8 @@ def check_model(config: VenusConfig) -> None:
             f"model.path={config.model.path!r}: architecture {kinds} is not supported", "use Qwen3ForCausalLM"
         )
     layout_rules.check_model(config.actor, model)
-    positions = int(model.get("max_position_embeddings", 0))
-    if config.model.context_length > positions:
-        raise ConfigError(
-            f"model.context_length={config.model.context_length} is beyond the model's {positions} positions",
-            "lower it",
-        )
+    source = f"model.path={config.model.path!r}"
+    check_context(config.model.context_length, rope_of(model, config.model.yarn, source), source)
 
 
 def load_factory(key: str, name: str) -> Callable[..., Any]:

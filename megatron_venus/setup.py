@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envclient.base.errors import ConfigError
 from megatron_venus import algorithms
 from megatron_venus.adapters import cpu
 from megatron_venus.checkpoint_index import Checkpoint
 from megatron_venus.config import VenusConfig
 from megatron_venus.rollout_log import RolloutLog
 from rollout.policy.advantages import AdvantageRule
+from rollout.rope import check_context, read_rope
 
 if TYPE_CHECKING:
     from megatron_venus.adapters.export import WeightExport
@@ -63,13 +63,10 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     layout = layouts.join(actor_config.parallel)
     source = Path(model.path)
     arch = weight_map.read_architecture(source)
-    if model.context_length > arch.max_positions:
-        raise ConfigError(
-            f"model.context_length={model.context_length} exceeds the model's {arch.max_positions} positions",
-            "lower it",
-        )
+    rope = read_rope(source, model.yarn)
+    check_context(model.context_length, rope, model.path)
     weights = hf_folder.read_weights(source)
-    actor = Actor(arch, weights, actor_config.optimizer, layout, dtype=model.dtype, seed=config.run.seed)
+    actor = Actor(arch, weights, actor_config.optimizer, layout, rope=rope, dtype=model.dtype, seed=config.run.seed)
     # Before a checkpoint is loaded: the reference is what the run started from.
     reference = FrozenReference(actor.chunks) if actor_config.loss.kl.place != "none" else None
     nonfinite_steps = checkpoint.load(resume, actor) if resume else 0

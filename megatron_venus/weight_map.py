@@ -121,8 +121,13 @@ class Architecture:
         Raises:
             ConfigError: names the field of config.json.
         """
-        for field, value, wanted in (("model_type", self.family, "qwen3"), ("rope type", self.rope_type, "default")):
-            if value != wanted:
+        built = {
+            "model_type": (self.family, ("qwen3",)),
+            # `rollout.rope` reads the numbers of a scaling.
+            "rope type": (self.rope_type, ("default", "yarn")),
+        }
+        for field, (value, known) in built.items():
+            if value not in known:
                 raise ConfigError(
                     f"model {source}: config.json {field} = {value!r} is not supported", "use a dense Qwen3 model"
                 )

@@ -43,6 +43,18 @@ class RunConfig:
 
 
 @dataclass(kw_only=True)
+class YarnConfig:
+    """YaRN: positions beyond those that the model was trained with, alike in engine, actor and export."""
+
+    factor: float = 1.0
+    """The model's positions become `factor` · `original_length`; 1: as its config.json says."""
+    original_length: int = 0
+    """Positions before scaling; 0: config.json's `max_position_embeddings` (Qwen3: set 32768)."""
+    attention_factor: float = 0.0
+    """Scale of queries and keys; 0: the usual 0.1 · ln(factor) + 1."""
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """The policy model; one description for engine and actor."""
 
@@ -52,6 +64,7 @@ class ModelConfig:
     """`float32` or `bfloat16`."""
     context_length: int = 640
     """Tokens of prompt and response together, at most; a longer episode is TRUNCATED."""
+    yarn: YarnConfig = field(default_factory=YarnConfig)
 
 
 @dataclass(kw_only=True)

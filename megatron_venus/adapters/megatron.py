@@ -36,6 +36,7 @@ from megatron_venus.config import OptimizerConfig
 from megatron_venus.loss import token_log_probs
 from megatron_venus.packing import PackedBatch
 from megatron_venus.weight_map import Architecture, check_complete, hf_from_megatron, megatron_from_hf
+from rollout.rope import Rope
 
 log = logging.getLogger("venus.actor")
 LossOf = Callable[[PackedBatch, Tensor, Tensor], Tensor]
@@ -55,6 +56,7 @@ class Actor:
         optimizer: OptimizerConfig,
         layout: Layout,
         *,
+        rope: Rope,
         dtype: str,
         seed: int,
     ) -> None:
@@ -62,12 +64,13 @@ class Actor:
         model_parallel_cuda_manual_seed(seed)
         self.arch = arch
         self.layout = layout
+        self.rope = rope
         self.dtype = getattr(torch, dtype)
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         config = transformer_config(arch, self.dtype, layout.parallel)
-        self.chunks: list[PolicyModel] = build_chunks(arch, config)
+        self.chunks: list[PolicyModel] = build_chunks(arch, rope, config)
         self._owners = self._all_names()
         self.load_weights(weights, "of the actor")
         half = self.dtype != torch.float32

@@ -6,6 +6,7 @@ On a GPU the layers are Transformer Engine's (not verified here), without one th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megatron_venus.config import ParallelConfig
 from megatron_venus.weight_map import Architecture
+from rollout.rope import Rope
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -41,8 +43,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return logits[:, 0]
 
 
-def build_chunks(arch: Architecture, config: TransformerConfig) -> list[PolicyModel]:
+def build_chunks(arch: Architecture, rope: Rope, config: TransformerConfig) -> list[PolicyModel]:
     """The pieces of the model that this process holds: one, or one per virtual stage."""
+    if rope.factor != 1.0:
+        _stretch(config, rope)
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for piece in range(virtual or 1):
@@ -53,12 +57,12 @@ def build_chunks(arch: Architecture, config: TransformerConfig) -> list[PolicyMo
             config=config,
             transformer_layer_spec=_layer_spec(config, vp_stage),
             vocab_size=arch.vocabulary,
-            max_sequence_length=arch.max_positions,
+            max_sequence_length=rope.positions,
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=arch.tied,
-            position_embedding_type="rope",
-            rotary_base=arch.rope_theta,
+            position_embedding_type="rope" if rope.factor == 1.0 else "yarn",
+            rotary_base=rope.theta,
             vp_stage=vp_stage,
         )
         if last and config.sequence_parallel:
@@ -67,6 +71,22 @@ def build_chunks(arch: Architecture, config: TransformerConfig) -> list[PolicyMo
             chunk.output_layer.allreduce_dgrad = True
         chunks.append(chunk)
     return chunks
+
+
+def _stretch(config: TransformerConfig, rope: Rope) -> None:
+    """Tell Megatron of YaRN; it takes these numbers from attributes that its config class does not declare."""
+    scaling: dict[str, Any] = {
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_length,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        # Its attention factor is (0.1 · mscale · ln s + 1) / (0.1 · mscale_all_dim · ln s + 1).
+        "mscale": (rope.attention_factor - 1.0) / (0.1 * math.log(rope.factor)),
+        "mscale_all_dim": 0.0,
+        "correction_range_round_to_int": True,
+    }
+    for name, value in scaling.items():
+        setattr(config, f"yarn_{name}", value)
 
 
 def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:

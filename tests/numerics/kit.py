@@ -19,7 +19,9 @@ from torch import Tensor
 
 from megatron_venus.adapters import cpu
 from megatron_venus.config import LossConfig, OptimizerConfig, ParallelConfig
+from rollout.config import YarnConfig
 from rollout.policy.advantages import AdvantageRule
+from rollout.rope import read_rope
 from rollout.types import BatchCounts, Record, TrainGroup, TrainSequence, VersionSpan
 
 VOCABULARY = 96
@@ -108,6 +110,7 @@ def make_actor(
     *,
     dtype: str = "float32",
     parallel: ParallelConfig | None = None,
+    yarn: YarnConfig | None = None,
 ) -> Any:
     """Megatron in this process, as the only one or under torchrun, with the folder's model."""
     cpu.install()
@@ -120,7 +123,8 @@ def make_actor(
     place = layout.join(parallel or ParallelConfig())
     arch = weight_map.read_architecture(folder)
     weights = hf_folder.read_weights(folder)
-    return Actor(arch, weights, optimizer or OptimizerConfig(), place, dtype=dtype, seed=0)
+    rope = read_rope(folder, yarn or YarnConfig())
+    return Actor(arch, weights, optimizer or OptimizerConfig(), place, rope=rope, dtype=dtype, seed=0)
 
 
 def make_stream(actor: Any, **options: Any) -> Any:

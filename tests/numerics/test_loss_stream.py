@@ -21,7 +21,6 @@ from rollout.policy.advantages import AdvantageRule
 from rollout.types import TrainGroup
 from tests.numerics import kit
 from tests.numerics.loss_reference import Member, loss_of
-from tests.numerics.test_stream_gradient import assert_gradient, torchrun
 
 
 @dataclass(kw_only=True)
@@ -157,7 +156,7 @@ def test_gradient(name: str, folders: tuple[Path, Path]) -> None:
     members = reference_batch(model, ref, groups, setting, None)
     loss = loss_of(setting.loss, members, tokens=counts.tokens, sequences=counts.sequences)
     loss.backward()
-    assert_gradient(gradient, model)
+    kit.assert_gradient(gradient, model)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     # What binds by its kind did: without that the case would show nothing.
     assert (metrics["clip_frac"] > 0) == setting.loss.bypass
@@ -204,7 +203,7 @@ def test_several_updates(algorithm: str, tied_model: Path) -> None:
         counts = kit.counts_of(part)
         members = reference_batch(learner, None, part, setting, model)
         loss_of(setting.loss, members, tokens=counts.tokens, sequences=counts.sequences).backward()
-        assert_gradient(gradient, learner)
+        kit.assert_gradient(gradient, learner)
         ratios = torch.cat([(m.log_pi.detach() - m.log_old).exp() for m in members if m.log_old is not None])
         clipped = float(((ratios - 1).abs() > 0.02).float().mean())
     assert clipped > 0.1
@@ -229,7 +228,7 @@ def test_two_replicas(tied_model: Path, tmp_path: Path) -> None:
     counts = kit.counts_of(groups)
     members = reference_batch(model, None, groups, Setting(loss=loss, rule=BATCH), None)
     loss_of(loss, members, tokens=counts.tokens, sequences=counts.sequences).backward()
-    assert_gradient(results[3]["gradient"], model)
+    kit.assert_gradient(results[3]["gradient"], model)
 
 
 def test_fewer_groups_than_updates(tied_model: Path) -> None:

@@ -122,7 +122,7 @@ def test_reads_both_spellings_of_rope(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model_type": "llama"}, "model_type = 'llama'"),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "rope type = 'yarn'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, "rope type = 'llama3'"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -13,22 +13,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_venus.config import ParallelConfig
 from megatron_venus.weight_map import Architecture, architecture_in
 from tests.numerics import kit
 
 
 def make_model(arch: Architecture, dtype: torch.dtype, *, tensor_parallel: int = 1) -> Any:
     """A GPTModel with the layers that the actor uses on a CPU; its weights are whatever memory held."""
-    megatron = kit.start_megatron()
+    parallel = ParallelConfig(tensor=tensor_parallel)
+    kit.start_megatron(parallel)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    base = megatron._transformer_config(arch, dtype)
+    from megatron_venus.adapters.model import transformer_config
+
+    base = transformer_config(arch, dtype, parallel)
     settable = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
     values = {name: getattr(base, name) for name in settable if not name.endswith("init_method")}
     values |= {"add_qkv_bias": arch.qkv_bias, "qk_layernorm": arch.qk_norm}
-    values |= {"tensor_model_parallel_size": tensor_parallel}
     if arch.experts:
         values |= {"num_moe_experts": arch.experts, "moe_ffn_hidden_size": arch.expert_feed_forward}
         values |= {"moe_router_topk": arch.experts_per_token, "moe_grouped_gemm": False}

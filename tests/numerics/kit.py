@@ -104,6 +104,16 @@ def counts_of(groups: Sequence[TrainGroup]) -> BatchCounts:
     )
 
 
+def start_megatron(parallel: ParallelConfig | None = None) -> Any:
+    """Megatron in this process, as the only one or under torchrun; returns this process's place."""
+    cpu.install()
+    from megatron_venus.adapters import layout
+
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return layout.join(parallel or ParallelConfig())
+
+
 def make_actor(
     folder: Path,
     optimizer: OptimizerConfig | None = None,
@@ -112,15 +122,10 @@ def make_actor(
     parallel: ParallelConfig | None = None,
     yarn: YarnConfig | None = None,
 ) -> Any:
-    """Megatron in this process, as the only one or under torchrun, with the folder's model."""
-    cpu.install()
+    place = start_megatron(parallel)
     from megatron_venus import hf_folder, weight_map
-    from megatron_venus.adapters import layout
     from megatron_venus.adapters.megatron import Actor
 
-    if not dist.is_initialized() and "RANK" not in os.environ:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    place = layout.join(parallel or ParallelConfig())
     arch = weight_map.read_architecture(folder)
     weights = hf_folder.read_weights(folder)
     rope = read_rope(folder, yarn or YarnConfig())

@@ -112,13 +112,17 @@ class ParallelConfig:
     context: int = 1
     """Processes that share every sequence's tokens."""
     expert: int = 1
-    """Processes that share every layer's experts; a replica then is as many data-parallel lanes, fed together."""
+    """Processes that share every layer's experts; beyond tensor · context, a replica is several lanes fed together."""
     recompute: bool = False
     """Compute every layer's activations again in the backward pass instead of keeping them."""
 
     def replica_ranks(self) -> int:
         """Processes of one replica: all that a collective inside the model may span."""
-        return self.tensor * self.pipeline * max(self.context, self.expert)
+        return self.tensor * self.context * self.pipeline * self.lanes()
+
+    def lanes(self) -> int:
+        """Data-parallel copies of the dense layers in one replica."""
+        return max(1, self.expert // (self.tensor * self.context))
 
 
 @dataclass(kw_only=True)

@@ -36,9 +36,10 @@ def check_sizes(actor: ActorConfig) -> None:
             f"actor.parallel.virtual_stages={parallel.virtual_stages} with pipeline=1 interleaves nothing",
             "raise actor.parallel.pipeline",
         )
-    if max(parallel.expert, parallel.context) % min(parallel.expert, parallel.context):
+    inner = parallel.tensor * parallel.context
+    if max(parallel.expert, inner) % min(parallel.expert, inner):
         raise ConfigError(
-            f"actor.parallel.expert={parallel.expert} and context={parallel.context}: neither divides the other",
+            f"actor.parallel.expert={parallel.expert} and tensor · context={inner}: neither divides the other",
             "change one",
         )
     size = parallel.replica_ranks()
@@ -57,11 +58,10 @@ def check_model(actor: ActorConfig, model: Mapping[str, Any]) -> None:
     """
     parallel = actor.parallel
     experts = int(model.get("num_experts") or model.get("num_local_experts") or 0)
-    feed_forward = "moe_intermediate_size" if experts else "intermediate_size"
     for field, what in (
         ("num_attention_heads", "attention heads"),
         ("num_key_value_heads", "key-value heads"),
-        (feed_forward, "feed-forward units"),
+        ("intermediate_size", "feed-forward units"),
         ("vocab_size", "vocabulary entries"),
     ):
         _divides("tensor", parallel.tensor, model.get(field), what)
@@ -74,6 +74,11 @@ def check_model(actor: ActorConfig, model: Mapping[str, Any]) -> None:
         raise ConfigError(f"actor.parallel.expert={parallel.expert}: the model has no experts", "use expert=1")
     if experts:
         _divides("expert", parallel.expert, experts, "experts")
+        if parallel.tensor > 1 and not parallel.sequence:
+            raise ConfigError(
+                f"actor.parallel.tensor={parallel.tensor} with experts needs sequence parallelism",
+                "set actor.parallel.sequence=true",
+            )
 
 
 def _divides(key: str, size: int, count: int | None, what: str) -> None:

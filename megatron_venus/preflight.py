@@ -108,9 +108,10 @@ def check_model(config: VenusConfig) -> None:
             f"model.path={config.model.path!r}: config.json is not JSON: {error}", "mend or replace it"
         ) from None
     kinds = model.get("architectures") or []
-    if kinds != ["Qwen3ForCausalLM"]:
+    if kinds not in (["Qwen3ForCausalLM"], ["Qwen3MoeForCausalLM"]):
         raise ConfigError(
-            f"model.path={config.model.path!r}: architecture {kinds} is not supported", "use Qwen3ForCausalLM"
+            f"model.path={config.model.path!r}: architecture {kinds} is not supported",
+            "use Qwen3ForCausalLM or Qwen3MoeForCausalLM",
         )
     layout_rules.check_model(config.actor, model)
     source = f"model.path={config.model.path!r}"

@@ -62,6 +62,8 @@ class Architecture:
     """Of every layer; 0: dense."""
     experts_per_token: int = 0
     expert_feed_forward: int = 0
+    router_normalised: bool = True
+    """The weights of a token's experts sum to 1."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> Architecture:
@@ -111,6 +113,7 @@ class Architecture:
                 experts=(config.get("num_experts") or config["num_local_experts"]) if moe else 0,
                 experts_per_token=config["num_experts_per_tok"] if moe else 0,
                 expert_feed_forward=config["moe_intermediate_size"] if moe else 0,
+                router_normalised=bool(config.get("norm_topk_prob", False)) if moe else True,
             )
         except KeyError as error:
             raise ConfigError(f"model {source}: config.json has no {error}", "use a complete checkpoint") from None
@@ -122,14 +125,14 @@ class Architecture:
             ConfigError: names the field of config.json.
         """
         built = {
-            "model_type": (self.family, ("qwen3",)),
+            "model_type": (self.family, ("qwen3", "qwen3_moe")),
             # `rollout.rope` reads the numbers of a scaling.
             "rope type": (self.rope_type, ("default", "yarn")),
         }
         for field, (value, known) in built.items():
             if value not in known:
                 raise ConfigError(
-                    f"model {source}: config.json {field} = {value!r} is not supported", "use a dense Qwen3 model"
+                    f"model {source}: config.json {field} = {value!r} is not supported", "use a Qwen3 model"
                 )
 
 

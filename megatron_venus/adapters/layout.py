@@ -40,6 +40,7 @@ class Layout:
     lanes: int
     tensor_rank: int
     context_rank: int
+    expert_rank: int
     stage: int
     peers: Any
     """Process group of the replica, on gloo: for plain objects."""
@@ -91,8 +92,10 @@ def join(parallel: ParallelConfig) -> Layout:
             virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
+            # Experts are whole: Megatron would gather uneven numbers of tokens to cut them, which gloo cannot.
+            expert_tensor_parallel_size=1,
         )
-    lanes = max(1, parallel.expert // parallel.context)
+    lanes = parallel.lanes()
     replica, lane = divmod(parallel_state.get_data_parallel_rank(), lanes)
     replicas = world // size
     members: list[Any] = [None] * world
@@ -113,6 +116,7 @@ def join(parallel: ParallelConfig) -> Layout:
         lanes=lanes,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         context_rank=parallel_state.get_context_parallel_rank(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         peers=peers,
     )

@@ -103,14 +103,20 @@ class Actor:
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """This process's parameters under their names in the whole model."""
+        parallel = self.layout.parallel
+        before = self.arch.experts // parallel.expert * self.layout.expert_rank
         for chunk in self.chunks:
-            before = 0
             for name, param in chunk.named_parameters():
                 yield shards.global_name(name, chunk, before), param
 
     def _all_names(self) -> list[tuple[str, int]]:
         """Every parameter of the model with the stage that exports it, in the model's order; the same everywhere."""
         mine = [name for name, _ in self._named_parameters()]
+        # With the experts of the same stage that other processes hold.
+        group = parallel_state.get_expert_model_parallel_group()
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, mine, group=group)
+        mine = list(dict.fromkeys(name for part in parts for name in part))
         named: list[Any] = [None] * self.layout.parallel.pipeline
         dist.all_gather_object(named, mine, group=parallel_state.get_pipeline_model_parallel_group())
         owners = [(name, stage) for stage, names in enumerate(named) for name in names]
@@ -133,9 +139,10 @@ class Actor:
             )
             param.copy_(shards.part_of(name, whole, self.layout.tensor_rank, tensor))
             dim = shards.cut_dim(name)
-            if dim is not None and tensor > 1:
-                # Megatron marks a parameter when it initialises it; its gradient norm counts the unmarked ones once.
-                set_tensor_model_parallel_attributes(param, True, dim, 1)
+            if tensor > 1 and (dim is not None or shards.is_expert(name)):
+                # Megatron marks a parameter when it initialises it; its gradient norm counts only the first of several
+                # tensor-parallel processes' unmarked ones.
+                set_tensor_model_parallel_attributes(param, True, dim or 0, 1)
 
     @torch.no_grad()
     def hf_tensors(self, value: Callable[[Tensor], Tensor] = lambda param: param) -> Iterator[tuple[str, Tensor]]:
@@ -146,8 +153,15 @@ class Actor:
         mine = dict(self._named_parameters())
         for name, stage in self._owners:
             part = value(mine[name]).detach() if name in mine and stage == self.layout.stage else None
+            if stage == self.layout.stage and shards.is_expert(name):
+                part = self._of_expert(name, part)
             whole = self._gathered(name, part, stage)
             yield from hf_from_megatron(name, whole, self.arch).items()
+
+    def _of_expert(self, name: str, part: Tensor | None) -> Tensor:
+        """The expert's parameter, from the process that has the expert."""
+        owner = shards.expert_of(name) // (self.arch.experts // self.layout.parallel.expert)
+        return _broadcast(part, owner, parallel_state.get_expert_model_parallel_group(), self.device)
 
     def _gathered(self, name: str, part: Tensor | None, stage: int) -> Tensor:
         parallel = self.layout.parallel
@@ -156,17 +170,7 @@ class Actor:
             parts = [torch.empty_like(part) for _ in range(parallel.tensor)]
             dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
             whole = shards.whole_of(name, parts)
-        if parallel.pipeline > 1:
-            group = parallel_state.get_pipeline_model_parallel_group()
-            shape = [(whole.shape, whole.dtype) if whole is not None else None]
-            dist.broadcast_object_list(shape, group=group, group_src=stage)
-            assert shape[0] is not None
-            if whole is None:
-                whole = torch.empty(shape[0][0], dtype=shape[0][1], device=self.device)
-            whole = whole.contiguous()
-            dist.broadcast(whole, group=group, group_src=stage)
-        assert whole is not None
-        return whole
+        return _broadcast(whole, stage, parallel_state.get_pipeline_model_parallel_group(), self.device)
 
     # --------------------------------------------------------------------------------------------------- gradient
 
@@ -296,6 +300,19 @@ class Actor:
     def buffers(self) -> list[Any]:
         """Megatron's gradient buffers."""
         return [buffer for wrapped in self._wrapped for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)]
+
+
+def _broadcast(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor:
+    """The tensor of process `source` of the group, on every one of it."""
+    if group.size() > 1:
+        shape = [(tensor.shape, tensor.dtype) if tensor is not None else None]
+        dist.broadcast_object_list(shape, group=group, group_src=source)
+        assert shape[0] is not None
+        tensor = tensor.contiguous() if tensor is not None else torch.empty(shape[0][0], dtype=shape[0][1])
+        tensor = tensor.to(device)
+        dist.broadcast(tensor, group=group, group_src=source)
+    assert tensor is not None
+    return tensor
 
 
 def _place(name: str) -> tuple[int, int]:

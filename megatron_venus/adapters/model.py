@@ -91,10 +91,15 @@ def _stretch(config: TransformerConfig, rope: Rope) -> None:
 
 def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     if torch.cuda.is_available():
-        return layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+        # Experts one by one: their parameters then have the names that `weight_map` and `shards` know.
+        return layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True
+        )
     from megatron_venus.adapters.attention import PackedSdpa, RmsNorm
 
-    spec = layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec = layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules
@@ -133,6 +138,7 @@ def transformer_config(arch: Architecture, dtype: torch.dtype, parallel: Paralle
         virtual_pipeline_model_parallel_size=parallel.virtual_stages if interleaved else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
         # Megatron 0.16.1 with virtual stages and batched sends between two stages gives silently wrong numbers.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -140,6 +146,15 @@ def transformer_config(arch: Architecture, dtype: torch.dtype, parallel: Paralle
         # Packed micro-batches differ in length: the stages tell each other.
         variable_seq_lengths=parallel.pipeline > 1,
         moe_token_dispatcher_type="alltoall",
+        num_moe_experts=arch.experts or None,
+        moe_ffn_hidden_size=arch.expert_feed_forward or None,
+        moe_router_topk=arch.experts_per_token or 2,
+        # softmax over the chosen experts only, or over all of them before choosing.
+        moe_router_pre_softmax=not arch.router_normalised,
+        moe_router_dtype="fp32",
+        # What the engine samples with is trained as it is: nothing pushes the router towards balance.
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
         recompute_granularity="full" if parallel.recompute else None,
         recompute_method="uniform" if parallel.recompute else None,
         recompute_num_layers=1 if parallel.recompute else None,

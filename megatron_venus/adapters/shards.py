@@ -27,7 +27,9 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 def cut_dim(name: str) -> int | None:
-    """Dimension along which tensor parallelism cuts the parameter; None: every process has all of it."""
+    """Dimension along which tensor parallelism cuts the parameter; None: not at all (norms, router, experts)."""
+    if is_expert(name):
+        return None
     for ending, dim in _CUT_DIM.items():
         if name.endswith(ending):
             return dim
@@ -43,6 +45,13 @@ def layer_of(name: str) -> int | None:
     """Number of the layer that the parameter belongs to."""
     match = _LAYER.match(name)
     return int(match[1]) if match else None
+
+
+def expert_of(name: str) -> int:
+    """Number of the expert that the parameter belongs to."""
+    match = _EXPERT.search(name)
+    assert match is not None
+    return int(match[1])
 
 
 def global_name(name: str, chunk: Any, experts_before: int) -> str:

@@ -27,28 +27,32 @@ from rollout.types import BatchCounts, Record, TrainGroup, TrainSequence, Versio
 VOCABULARY = 96
 
 
-def make_model(folder: Path, *, tied: bool = True, seed: int = 0, layers: int = 2) -> Path:
-    """A random Qwen3 with norms away from 1 (a mix-up shows) and logits that are not flat."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_model(folder: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, experts: int = 0) -> Path:
+    """A random Qwen3 (with experts: Qwen3-MoE, two a token) with norms away from 1 (a mix-up shows) and logits that are
+    not flat."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=256,
-            rms_norm_eps=1e-6,
-            rope_theta=10000.0,
-            tie_word_embeddings=tied,
-            attention_bias=False,
-            use_sliding_window=False,
-        )
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
+    if experts:
+        moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **moe))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "norm" in name:
@@ -166,14 +170,40 @@ def reference_model(folder: Path) -> Any:
     Not by `from_pretrained`: beside an initialised process group transformers 5.12 leaves the rotary frequencies
     uninitialised.
     """
-    from transformers import AutoConfig, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_venus.hf_folder import read_weights
 
-    model = Qwen3ForCausalLM(AutoConfig.from_pretrained(folder))
-    missing = model.load_state_dict(read_weights(folder), strict=False)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    weights = read_weights(folder)
+    for name, _ in model.named_parameters():
+        if parts := expert_names(name, model.config):
+            weights[name] = torch.stack([torch.cat([weights.pop(part) for part in expert]) for expert in parts])
+    missing = model.load_state_dict(weights, strict=False)
     assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
     return model
+
+
+def expert_names(name: str, config: Any) -> list[list[str]]:
+    """For a parameter in which transformers fuses all experts: names of each expert's tensors, to be stacked."""
+    stem, _, fused = name.rpartition(".")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(fused, ())
+    return (
+        [[f"{stem}.{expert}.{kind}.weight" for kind in kinds] for expert in range(config.num_experts)] if kinds else []
+    )
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    """The gradients in a plain transformers model, under the names of its checkpoint."""
+    gradients: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        if parts := expert_names(name, model.config):
+            for expert, grad in zip(parts, param.grad, strict=True):
+                gradients |= dict(zip(expert, grad.chunk(len(expert)), strict=True))
+        else:
+            gradients[name] = param.grad
+    return gradients
 
 
 def reference_log_probs(model: Any, sequence: TrainSequence, temperature: float = 1.0) -> Tensor:
@@ -260,11 +290,10 @@ def run_module(ranks: int, module: str, *arguments: str) -> str:
 
 def assert_gradient(ours: dict[str, Tensor], reference: torch.nn.Module, tolerance: float = 1e-5) -> None:
     """‖Δ‖ / ‖reference‖ of every tensor."""
-    names = {name for name, _ in reference.named_parameters()}
-    assert set(ours) == names
-    for name, param in reference.named_parameters():
-        assert param.grad is not None
-        assert relative_error(ours[name], param.grad) <= tolerance, name
+    gradients = gradients_of(reference)
+    assert set(ours) == set(gradients)
+    for name, gradient in gradients.items():
+        assert relative_error(ours[name], gradient) <= tolerance, name
 
 
 if __name__ == "__main__":

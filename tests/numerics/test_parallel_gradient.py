@@ -26,6 +26,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [kit.make_model(tmp_path_factory.mktemp(f"tied{tied}"), tied=tied, layers=4) for tied in (True, False)]
 
 
+@pytest.fixture(scope="module")
+def experts_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kit.make_model(tmp_path_factory.mktemp("experts"), tied=False, experts=4)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradient(name: str, models: list[Path], tmp_path: Path) -> None:
     ranks, parallel = LAYOUTS[name]
@@ -47,6 +52,37 @@ def test_gradient(name: str, models: list[Path], tmp_path: Path) -> None:
         # Gathered back after the step: Adam's first step is nearly its sign, hence the looser bound.
         for tensor_name, tensor in single["weights"].items():
             assert kit.relative_error(result["weights"][tensor_name], tensor) <= 1e-4, tensor_name
+
+
+EXPERT_LAYOUTS = {
+    "two lanes": (2, ParallelConfig(expert=2)),
+    "tensor and sequence": (2, ParallelConfig(expert=2, tensor=2, sequence=True)),
+}
+
+
+def test_experts_in_one_process(experts_model: Path) -> None:
+    groups = kit.make_groups(5, seed=3)
+    case = kit.Case(folder=str(experts_model), groups=groups, first=[], micro_batch_tokens=64)
+    actor = kit.make_actor(experts_model)
+    stream = kit.make_stream(actor, micro_batch_tokens=case.micro_batch_tokens)
+    gradient = kit.capture_gradient(actor)
+    for group in groups:
+        stream.add(group)
+    stream.finish(1, kit.counts_of(groups))
+    kit.assert_gradient(gradient, kit.reference_gradient(experts_model, groups))
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_experts(name: str, experts_model: Path, tmp_path: Path) -> None:
+    """Tokens travel to their experts' processes; the lanes of a replica run micro-batches in step."""
+    ranks, parallel = EXPERT_LAYOUTS[name]
+    groups = kit.make_groups(5, seed=3)
+    case = kit.Case(folder=str(experts_model), groups=groups, first=[3, 0], micro_batch_tokens=64, parallel=parallel)
+    [result] = kit.torchrun(ranks, [case], tmp_path)
+    kit.assert_gradient(result["gradient"], kit.reference_gradient(experts_model, groups))
+    single = alone(case)
+    for key, value in single["metrics"].items():
+        assert result["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
 
 
 def alone(case: kit.Case) -> dict[str, dict[str, torch.Tensor]]:

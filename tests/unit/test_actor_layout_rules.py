@@ -31,7 +31,8 @@ def test_whole_layouts_pass() -> None:
     check(16, tensor=8, sequence=True, context=2)
     check(32, tensor=4, pipeline=4, virtual_stages=4, context=2)
     check(8, EXPERTS, expert=8)
-    check(16, EXPERTS, expert=4, context=2, tensor=2)
+    check(16, EXPERTS, expert=8, context=2, tensor=2, sequence=True)
+    check(4, EXPERTS, expert=2, tensor=4, sequence=True)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def test_whole_layouts_pass() -> None:
         (2, MODEL, {"expert": 2}, r"expert=2: the model has no experts"),
         (3, EXPERTS, {"expert": 3}, r"expert=3 does not divide the model's 128 experts"),
         (6, EXPERTS, {"expert": 3, "context": 2}, r"neither divides the other"),
+        (2, EXPERTS, {"tensor": 2}, r"tensor=2 with experts needs sequence parallelism"),
         (6, MODEL, {"tensor": 4}, r"actor.ranks=6 is no multiple of the 4 processes"),
         (2, MODEL, {"tensor": 0}, r"tensor=0 must be at least 1"),
         (2, MODEL, {"sequence": True}, r"sequence=true with tensor=1"),

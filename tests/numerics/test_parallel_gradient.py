@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_venus import packing
 from megatron_venus.config import ParallelConfig
 from tests.numerics import kit
 
@@ -52,6 +53,27 @@ def test_gradient(name: str, models: list[Path], tmp_path: Path) -> None:
         # Gathered back after the step: Adam's first step is nearly its sign, hence the looser bound.
         for tensor_name, tensor in single["weights"].items():
             assert kit.relative_error(result["weights"][tensor_name], tensor) <= 1e-4, tensor_name
+
+
+def test_recompute(models: list[Path]) -> None:
+    """Layers computed again in the backward pass: the same gradient, and no activations kept meanwhile."""
+    groups = kit.make_groups(3, seed=3)
+    actor = kit.make_actor(models[0], parallel=ParallelConfig(recompute=True))
+    stream = kit.make_stream(actor, micro_batch_tokens=64)
+    gradient = kit.capture_gradient(actor)
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    actor.chunks[0].decoder.layers[0].register_forward_hook(count)
+    for group in groups:
+        stream.add(group)
+    batches = sum(len(packing.pack([s for s in group.sequences if s.advantage], 64)) for group in groups)
+    assert forwards == 2 * batches
+    stream.finish(1, kit.counts_of(groups))
+    kit.assert_gradient(gradient, kit.reference_gradient(models[0], groups))
 
 
 EXPERT_LAYOUTS = {

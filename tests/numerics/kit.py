@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_venus.adapters import cpu
 from megatron_venus.config import LossConfig, OptimizerConfig, ParallelConfig
+from megatron_venus.reference import FrozenReference
 from rollout.config import YarnConfig
 from rollout.policy.advantages import AdvantageRule
 from rollout.rope import read_rope
@@ -250,7 +251,9 @@ def process(cases: Path, out: Path) -> None:
     results = []
     for case in msgspec.msgpack.decode(cases.read_bytes(), type=list[Case]):
         actor = make_actor(Path(case.folder), parallel=case.parallel)
-        options = {"loss": case.loss, "advantage": case.advantage}
+        options: dict[str, Any] = {"loss": case.loss, "advantage": case.advantage}
+        if case.loss.kl.place != "none":
+            options["reference"] = FrozenReference(actor.chunks)
         stream = make_stream(actor, micro_batch_tokens=case.micro_batch_tokens, **options)
         gradient = capture_gradient(actor)
         rest = [index for index in reversed(range(len(case.groups))) if index not in case.first]

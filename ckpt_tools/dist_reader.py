@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
@@ -42,6 +43,7 @@ class DistCheckpoint:
             (index.fqn, tuple(index.offset) if index.offset is not None else None): info
             for index, info in metadata.storage_data.items()
         }
+        self._by_lead: dict[str, tuple[int, dict[tuple[int, ...], list[Box]]]] = {}
         self._files = OpenFiles()
         self._local = threading.local()
 
@@ -102,14 +104,33 @@ class DistCheckpoint:
         """The parts in which the tensor is stored."""
         return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self.tensors[key].chunks]
 
+    def chunks_at(self, key: str, box: Box) -> list[Box]:
+        """The parts that share something with the box.
+
+        A tensor of experts has tens of thousands: they are found by layer and expert, not by going through all.
+        """
+        if key not in self._by_lead:
+            # Leading axes on which every chunk is 1 long; Megatron stacks layers and experts so.
+            sizes = [chunk[1] for chunk in self.chunks(key)]
+            depth = 0
+            while depth < len(sizes[0]) - 1 and all(size[depth] == 1 for size in sizes):
+                depth += 1
+            index: dict[tuple[int, ...], list[Box]] = {}
+            for chunk in self.chunks(key):
+                index.setdefault(chunk[0][:depth], []).append(chunk)
+            self._by_lead[key] = depth, index
+        depth, index = self._by_lead[key]
+        leads = itertools.product(*(range(o, o + n) for o, n in zip(box[0][:depth], box[1][:depth], strict=True)))
+        near = [chunk for lead in leads for chunk in index.get(lead, [])]
+        return [chunk for chunk in near if intersection(box, chunk)]
+
     def read(self, key: str, box: Box) -> Tensor:
         """That part of the tensor, put together from the chunks that hold it."""
         out: Tensor | None = None
         filled = 0
-        for chunk in self.chunks(key):
+        for chunk in self.chunks_at(key, box):
             common = intersection(box, chunk)
-            if common is None:
-                continue
+            assert common is not None
             part = self._load(key, chunk[0])
             if tuple(part.shape) != chunk[1] or part.dtype != self.dtype(key):
                 raise ConfigError(f"{self.folder}: a part of {key!r} is not what .metadata says", "use another copy")

@@ -5,9 +5,10 @@ Each file's chunks become a plan as if a rank of its own had made it; a tensor e
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
 
 from ckpt_tools.dist_reader import BACKEND, COMMON, CONFIG
 from ckpt_tools.layout import Box
+from ckpt_tools.raw import SmallWrites
 from ckpt_tools.workers import Workers
 from envclient.base.files import write_json_atomic
 
@@ -66,6 +69,19 @@ def into_files(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     return files
 
 
+class _Files(FileSystem):  # type: ignore[misc]
+    """torch's files, written in small calls."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        else:
+            with io.BufferedWriter(SmallWrites(path)) as stream:
+                yield stream
+
+
 class _Planner(DefaultSavePlanner):  # type: ignore[misc]
     """Hands torch's writer each piece of data as it asks for it."""
 
@@ -95,6 +111,7 @@ def write(
         plans.append(SavePlan([_object_item(item) for item in objects]))
     plans, metadata = create_default_global_save_plan(plans)
     writer = FileSystemWriter(folder, sync_files=True)
+    writer.fs = _Files()
     plans = writer.prepare_global_plan(plans)
     workers = Workers(THREADS)
     planner = _Planner(

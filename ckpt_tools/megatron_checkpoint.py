@@ -89,10 +89,11 @@ class MegatronCheckpoint:
 
     def _row_intervals(self, place: Place) -> list[tuple[int, int]]:
         """Ends of stored chunks, as intervals of the parameter's rows: each chunk is read once."""
-        axes = len(place.lead)
+        axis = len(place.lead)
         cuts = {0, place.shape[0]}
-        for offsets, sizes in self.dist.chunks(self._key[place.name]):
-            if all(o <= at < o + n for at, o, n in zip(place.lead, offsets, sizes, strict=False)):
-                cuts |= {offsets[axes], offsets[axes] + sizes[axes]}
+        for offsets, sizes in self.dist.chunks_at(
+            self._key[place.name], place.boxed(((0,) * len(place.shape), place.shape))
+        ):
+            cuts |= {offsets[axis], offsets[axis] + sizes[axis]}
         edges = sorted(cuts)
         return list(itertools.pairwise(edges))

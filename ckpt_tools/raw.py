@@ -17,6 +17,9 @@ from torch import Tensor
 
 from envclient.base.errors import PreflightError
 
+WRITE_BYTES = 1 << 20
+"""Most bytes of one write. Linux 6.18, ext4: 1 GB in writes of 16 MB costs 0.4 to 2.2 s of CPU, of 1 MB 0.2 s."""
+
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The raw bytes of a contiguous CPU tensor, not copied."""
@@ -41,8 +44,18 @@ def write_from(fd: int, tensor: Tensor, offset: int) -> None:
     """Write a contiguous tensor's bytes at `offset` of the file."""
     view = as_bytes(tensor)
     while view:
-        count = os.pwrite(fd, view, offset)
+        count = os.pwrite(fd, view[:WRITE_BYTES], offset)
         view, offset = view[count:], offset + count
+
+
+class SmallWrites(io.FileIO):
+    """A new file that takes at most `WRITE_BYTES` a call; a buffered writer above it goes on with the rest."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w")
+
+    def write(self, data: Any) -> int:
+        return super().write(memoryview(data)[:WRITE_BYTES])
 
 
 class OpenFiles:

@@ -125,15 +125,18 @@ def _write(
         }
         write_json_atomic(folder / INDEX, index)
     opened = {file: os.open(folder / file, os.O_WRONLY) for file in shards}
-    checksums, lock = Checksums(), threading.Lock()
+    checksums = Checksums()
+    # The kernel lets one writer at a time into a file, and the other would spin, not sleep.
+    turns = {file: threading.Lock() for file in shards}
     written: dict[str, int] = dict.fromkeys(stored, 0)
 
     def use(block: Block) -> None:
         place = stored[block.tensor]
-        write_from(opened[place.path.name], block.rows, place.offset + block.start * place.row_bytes)
+        file = place.path.name
+        with turns[file]:
+            write_from(opened[file], block.rows, place.offset + block.start * place.row_bytes)
         checksums.add(block)
-        with lock:
-            written[block.tensor] += block.rows.nbytes
+        written[block.tensor] += block.rows.nbytes
         progress.add(block.rows.nbytes, block.tensor)
 
     try:

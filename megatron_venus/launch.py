@@ -41,7 +41,7 @@ SHORT_KEYS = {
     "name": "run.name",
     "steps": "run.steps",
     "seed": "run.seed",
-    "policy": "rollout.worker.policy",
+    "policy": "rollout.policy.name",
     "async_factor": "rollout.group.async_factor",
 }
 STATUS_EVERY_S = 1.0

@@ -22,7 +22,10 @@ from envclient.base.ports import listen
 from megatron_venus import algorithms, layout_rules
 from megatron_venus.config import VenusConfig
 from rollout.rope import check_context, rope_of
+from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES
 
+LIVE_POLICIES = tuple(name for name in POLICY_NAMES if name != "oracle")
+"""`oracle` needs true lengths, which only a simulation has."""
 NEEDED_DISK_BYTES = 512 << 20
 _LIBRARIES = {"numa": "libnuma1", "ibverbs": "libibverbs1", "seccomp": "libseccomp2"}
 
@@ -59,7 +62,8 @@ def check_values(config: VenusConfig) -> None:
     choices = {
         "run.resume": (run.resume, ("never", "auto", "overwrite")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
-        "rollout.worker.policy": (worker.policy, ("action", "trajectory")),
+        "rollout.policy.name": (config.rollout.policy.name, LIVE_POLICIES),
+        "rollout.policy.order": (config.rollout.policy.order, POLICY_ORDERS),
         "rollout.group.on_lost_member": (group.on_lost_member, ("drop", "shrink")),
         "env.backend": (config.env.backend, ("process",)),
     }
@@ -67,6 +71,10 @@ def check_values(config: VenusConfig) -> None:
         if value not in allowed:
             raise ConfigError(f"{key}={value!r} is not known", f"one of: {', '.join(allowed)}")
     algorithms.check(config)
+    for name, (low, high) in POLICY_RANGES.items():
+        value = getattr(config.rollout.policy, name)
+        if not low <= value <= high:
+            raise ConfigError(f"rollout.policy.{name}={value} is out of range", f"use {low} to {high}")
     sampling = config.rollout.sampling
     if not (math.isfinite(sampling.temperature) and sampling.temperature > 0):
         raise ConfigError(

@@ -125,6 +125,50 @@ class AdvantageConfig:
 
 
 @dataclass(kw_only=True)
+class PolicyConfig:
+    """The scheduling policy, whole: which trajectories run where and before which others (paper §4)."""
+
+    name: str = "action"
+    """`action`: slots are free during tool calls, turns first come, first served; `trajectory`: slots are held through
+    tool calls; `fcfs_priority`: oldest groups are critical; `longest_first`: Heddle's; `program_aware`: ThunderAgent's,
+    as published; `program_aware_plus`: the same with promotion and group placement; `paper`: VenusRL as described;
+    `venus`: a sticky working set per worker; `oracle`: `venus` with true lengths, in simulations only."""
+    order: str = "length"
+    """paper, venus: which groups are critical: `length` (expected to end first) or `admission` (oldest)."""
+    hysteresis: float = 0.95
+    """0 to 1: a group replaces a critical one only if its F_g is below this share of the other's."""
+    tool_time: bool = False
+    """F_g in seconds with the tool time of the turns still expected, instead of tokens still expected."""
+    priority: bool = True
+    """paper: critical groups are HIGH and preempt others' slots (off: slots as in `action`)."""
+    residency: bool = True
+    """paper: engines that have reference tiers derive them from the classes."""
+    demotion: bool = True
+    """paper: HIGH trajectories beyond a worker's KV capacity are LOW, the shortest contexts first."""
+    migration: bool = True
+    """paper, venus, program_aware: pending turns may move to other workers, where engines can migrate."""
+    fill: float = 0.0
+    """venus: share (0 to 2) of the KV capacity that the working set may need; 0: 0.9 without a host
+    cache, with one 1.0 plus half of what it holds, at most 2.0."""
+    resident_favour: float = 0.7
+    """venus: (0 to 1] F_g of a group counts this much for its trajectories that are in the working set already."""
+    reserve: float = 0.5
+    """venus: share (0 to 1) of a trajectory's expected growth that is reserved for it from the start."""
+    growth_tokens: int = 1000
+    """Tokens of growth expected of a context before any length was measured."""
+    move_gap: float = 0.25
+    """Smallest difference (share of KV capacity) in load between two workers that is worth a move."""
+    interval_s: float = 5.0
+    """program_aware: seconds between its checks (ThunderAgent's default)."""
+    buffer_tokens: int = 100
+    """program_aware: KV tokens kept free for each active trajectory (ThunderAgent's BUFFER_PER_PROGRAM)."""
+    acting_decay: bool = False
+    """program_aware: on resuming, count the tokens of a tool call of t seconds 2^−t times (ThunderAgent's option)."""
+    longest_wait_s: float = 1800.0
+    """program_aware: seconds after which a paused trajectory is resumed whatever the load (ThunderAgent's)."""
+
+
+@dataclass(kw_only=True)
 class WorkerConfig:
     """Rollout workers, each the parent of one engine."""
 
@@ -132,14 +176,14 @@ class WorkerConfig:
     """Number of workers."""
     engine: str = "sglang"
     """`sglang`: a real engine on `model.path`; `scripted`: made-up tokens in the worker's process, for tests."""
-    policy: str = "action"
-    """Slot policy: `action` (slots are free during tool calls, FCFS turns) or `trajectory` (slots held throughout)."""
     slots: int = 32
     """Turns generated at once on one worker."""
     max_trajectories: int = 128
     """Episodes open at once on one worker (each holds a sandbox)."""
     kv_tokens: int = 65536
     """KV capacity of the engine in tokens."""
+    host_kv_tokens: int = 0
+    """Tokens that the engine's host cache (memory level L2) holds; 0: there is none. Told to the policy only."""
     engine_start_timeout_s: float = 240.0
     """Seconds an engine may take to come up."""
     request_timeout_s: float = 300.0
@@ -177,6 +221,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     tasks: FactoryConfig = field(default_factory=FactoryConfig)

@@ -20,6 +20,7 @@ from rollout.types import (
     Trajectory,
     TrajectoryStatus,
     TurnEnded,
+    TurnReady,
     WeightsAcknowledged,
     WorkerCommand,
     WorkerPaused,
@@ -40,9 +41,12 @@ class JoinRequest(Record, frozen=True, kw_only=True):
     slots: int
     version: int
     capabilities: Capabilities
+    kv_tokens: int = 0
+    """As in WorkerJoined."""
+    host_kv_tokens: int = 0
 
 
-WorkerReport = TurnEnded | WorkerPaused | WeightsAcknowledged | Trajectory
+WorkerReport = TurnReady | TurnEnded | WorkerPaused | WeightsAcknowledged | Trajectory
 """What a worker tells: events, and whole trajectories (from which the shell makes TrajectoryEnded)."""
 
 

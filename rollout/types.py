@@ -15,6 +15,34 @@ import msgspec
 
 SCHEMA_VERSION = 1
 
+POLICY_NAMES = (
+    "action",
+    "trajectory",
+    "fcfs_priority",
+    "longest_first",
+    "program_aware",
+    "program_aware_plus",
+    "paper",
+    "venus",
+    "oracle",
+)
+"""Whole scheduling policies: see `rollout.policy.registry`."""
+
+POLICY_ORDERS = ("admission", "length")
+
+POLICY_RANGES: dict[str, tuple[float, float]] = {
+    "hysteresis": (0.01, 1.0),
+    "fill": (0.0, 2.0),
+    "resident_favour": (0.01, 1.0),
+    "reserve": (0.0, 1.0),
+    "growth_tokens": (0, 10**7),
+    "move_gap": (0.0, 10.0),
+    "interval_s": (0.0, 3600.0),
+    "buffer_tokens": (0, 10**6),
+    "longest_wait_s": (0.0, 10.0**7),
+}
+"""Keys of `rollout.policy` → smallest and largest value, both allowed."""
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every record: immutable, keyword-only, strict on the wire."""
@@ -184,6 +212,10 @@ class WorkerJoined(Event, frozen=True, kw_only=True, tag="worker_joined"):
     slots: int
     version: int
     capabilities: Capabilities
+    kv_tokens: int = 0
+    """KV capacity of the engine in tokens; 0: unknown, and nothing is parked for want of it."""
+    host_kv_tokens: int = 0
+    """Tokens that its host cache (memory level L2) holds beyond that; 0: it has none."""
 
 
 class WorkerLost(Event, frozen=True, kw_only=True, tag="worker_lost"):
@@ -201,6 +233,15 @@ class PromptSubmitted(Event, frozen=True, kw_only=True, tag="prompt_submitted"):
 
 class SourceExhausted(Event, frozen=True, kw_only=True, tag="source_exhausted"):
     """A finite source has no prompt left."""
+
+
+class TurnReady(Event, frozen=True, kw_only=True, tag="turn_ready"):
+    """A trajectory has its observation (or its prompt) and wants a slot. Reported where the policy asks for it."""
+
+    trajectory_id: str
+    turn: int
+    """Number of the turn that it wants, from 1."""
+    context_tokens: int
 
 
 class TurnEnded(Event, frozen=True, kw_only=True, tag="turn_ended"):
@@ -296,6 +337,7 @@ AnyEvent = (
     | WorkerLost
     | PromptSubmitted
     | SourceExhausted
+    | TurnReady
     | TurnEnded
     | TrajectoryEnded
     | GroupRequested
@@ -332,6 +374,10 @@ class StartTrajectory(Command, frozen=True, kw_only=True, tag="start_trajectory"
     task_id: str
     purpose: Purpose
     priority: PriorityClass
+    rank: int = 0
+    """Order among the turns that wait in one class: smaller first, equal ones first come, first served."""
+    cause: str = ""
+    """Why this class, where the policy has a reason to tell."""
 
 
 class AbortTrajectory(Command, frozen=True, kw_only=True, tag="abort_trajectory"):
@@ -345,12 +391,24 @@ class AbortTrajectory(Command, frozen=True, kw_only=True, tag="abort_trajectory"
 
 
 class SetClass(Command, frozen=True, kw_only=True, tag="set_class"):
-    """Worker: this trajectory's class from now on. Only to engines with the `priority` capability."""
+    """Worker: this trajectory's class and rank from now on. Only to workers with the `priority` capability."""
 
     worker: str
     trajectory_id: str
     priority: PriorityClass
     epoch: int
+    rank: int = 0
+    cause: str = ""
+
+
+class MoveTrajectory(Command, frozen=True, kw_only=True, tag="move_trajectory"):
+    """Worker: hand this trajectory over to the worker `to` before its next turn. Only between workers with the
+    `migration` capability; the prefix is copied or computed again, nothing is sampled twice."""
+
+    worker: str
+    trajectory_id: str
+    to: str
+    cause: str
 
 
 class SealGroup(Command, frozen=True, kw_only=True, tag="seal_group"):
@@ -436,6 +494,7 @@ AnyCommand = (
     | StartTrajectory
     | AbortTrajectory
     | SetClass
+    | MoveTrajectory
     | SealGroup
     | ClosePrompt
     | DropTrajectories
@@ -448,7 +507,7 @@ AnyCommand = (
     | StopRun
 )
 
-WorkerCommand = StartTrajectory | AbortTrajectory | SetClass | PauseWorker | ResumeWorker
+WorkerCommand = StartTrajectory | AbortTrajectory | SetClass | MoveTrajectory | PauseWorker | ResumeWorker
 
 
 class EventRow(Record, frozen=True, kw_only=True):

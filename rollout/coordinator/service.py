@@ -70,6 +70,8 @@ class Service:
                 slots=request.slots,
                 version=request.version,
                 capabilities=request.capabilities,
+                kv_tokens=request.kv_tokens,
+                host_kv_tokens=request.host_kv_tokens,
             )
             if joined is not None:
                 await shell.submit(WorkerLost(worker=request.worker, cause="it was restarted and joins again"), event)

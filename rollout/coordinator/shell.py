@@ -43,6 +43,7 @@ from rollout.types import (
     FetchPrompts,
     FinishEval,
     GrantSync,
+    MoveTrajectory,
     PauseWorker,
     PromptStatus,
     Purpose,
@@ -57,6 +58,7 @@ from rollout.types import (
     Tick,
     Trajectory,
     TurnEnded,
+    WorkerCommand,
     WorkerJoined,
     WorkerLost,
 )
@@ -227,7 +229,7 @@ class Shell:
             case StartTrajectory():
                 self.shelf.expect(command)
                 self._post(command)
-            case AbortTrajectory() | SetClass() | PauseWorker() | ResumeWorker():
+            case AbortTrajectory() | SetClass() | MoveTrajectory() | PauseWorker() | ResumeWorker():
                 self._post(command)
             case SealGroup():
                 self.shelf.seal(command, now)
@@ -261,7 +263,7 @@ class Shell:
             case FetchPrompts():
                 pass  # done while deciding
 
-    def _post(self, command: StartTrajectory | AbortTrajectory | SetClass | PauseWorker | ResumeWorker) -> None:
+    def _post(self, command: WorkerCommand) -> None:
         mailbox = self.mailboxes.get(command.worker)
         if mailbox is not None:  # else it was lost later in this batch, and the dispatcher knows
             mailbox.post(command)

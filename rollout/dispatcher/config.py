@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from envclient.base.errors import ConfigError
 from rollout.policy.advantages import AdvantageRule
+from rollout.policy.settings import PolicyLimits, PolicySettings
 from rollout.types import Record
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class DispatcherConfig(Record, frozen=True):
     """Last optimizer step: no group is admitted that no step would train. 0: no end."""
     abort_grace_s: float = 60.0
     """Seconds that a worker may take to report an aborted trajectory before the run stops with a cause."""
+    policy: PolicySettings = PolicySettings()
 
     def __post_init__(self) -> None:
         for name in ("group_size", "batch", "max_version_span", "workers", "max_trajectories"):
@@ -78,6 +80,13 @@ class DispatcherConfig(Record, frozen=True):
             workers=worker.count,
             max_trajectories=worker.max_trajectories,
             steps=steps,
+            policy=PolicySettings.from_config(rollout.policy),
+        )
+
+    @property
+    def policy_limits(self) -> PolicyLimits:
+        return PolicyLimits(
+            batch=self.batch, max_version_span=self.max_version_span, max_trajectories=self.max_trajectories
         )
 
     @property

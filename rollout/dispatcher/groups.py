@@ -13,8 +13,9 @@ from rollout.dispatcher.config import DispatcherConfig
 from rollout.dispatcher.pool import WorkerPool
 from rollout.dispatcher.records import Episode, EpisodeState, Group, GroupState
 from rollout.policy.advantages import rewards_equal
-from rollout.policy.critical import CriticalPolicy, PromotedOnly
+from rollout.policy.base import Policy
 from rollout.policy.gate import Gate
+from rollout.policy.jobs import JobGroup
 from rollout.policy.staleness import is_stale, version_span
 from rollout.types import (
     AbortTrajectory,
@@ -23,7 +24,6 @@ from rollout.types import (
     DropTrajectories,
     PromptStatus,
     SealGroup,
-    SetClass,
     TrajectoryEnded,
     TrajectoryStatus,
 )
@@ -32,17 +32,24 @@ from rollout.types import (
 class Groups:
     """All groups that are generating, ready or taken."""
 
-    def __init__(self, config: DispatcherConfig, pool: WorkerPool, gate: Gate, batch: TrainBatch, ages: Ages) -> None:
+    def __init__(
+        self,
+        config: DispatcherConfig,
+        pool: WorkerPool,
+        gate: Gate,
+        batch: TrainBatch,
+        ages: Ages,
+        policy: Policy,
+    ) -> None:
         self._config = config
         self._pool = pool
         self._gate = gate
         self._batch = batch
         self._ages = ages
-        self._critical: CriticalPolicy = PromotedOnly(config.max_version_span)
+        self._policy = policy
         self.version = 0
         """Weight version acknowledged by every worker."""
         self._admitted = 0
-        self._epoch = 0
         self.live: dict[str, Group] = {}
         """By group id: every group whose prompt is running."""
         self.generating = 0
@@ -61,7 +68,9 @@ class Groups:
         """The prompt takes a credit and its K trajectories queue up."""
         self._gate.held += 1
         self._admitted += 1
-        group = Group(order=self._admitted, group_id=f"{prompt_id}.{attempt}", prompt_id=prompt_id, task_id=task_id)
+        group_id = f"{prompt_id}.{attempt}"
+        jobs = JobGroup(order=self._admitted, group_id=group_id)
+        group = Group(order=self._admitted, group_id=group_id, prompt_id=prompt_id, task_id=task_id, jobs=jobs)
         size = self._config.group_size
         group.slots = [None] * size
         group.resamples = [0] * size
@@ -102,7 +111,7 @@ class Groups:
         else:
             self._pool.forget(episode)
             self._sample(group, episode.member, episode.attempt + 1)
-            self.age(group, out)
+            self.age(group)
 
     # ---------------------------------------------------------------------------------------------------- ends
 
@@ -149,7 +158,7 @@ class Groups:
             group.resamples[member] += 1
             self.resamples += 1
             self._sample(group, member, episode.attempt + 1)
-            self.age(group, out)
+            self.age(group)
         elif self._config.on_lost_member == "shrink" and len(group.episodes) > 2:
             group.slots[member] = None
             group.missing -= 1
@@ -159,7 +168,7 @@ class Groups:
             self._close_untrained(group, fate, f"{episode.trajectory_id}: {cause}", out)
 
     def _settle(self, group: Group, out: list[AnyCommand]) -> None:
-        self.age(group, out)
+        self.age(group)
         if group.missing == 0:
             self._seal(group, out)
 
@@ -247,40 +256,18 @@ class Groups:
                     cause = f"begun under version {episode.version}, it would span more than {limit} at {version}"
                     self.abort(episode, TrajectoryStatus.DISCARDED, TrajectoryStatus.DISCARDED, cause, out)
 
-    def age(self, group: Group, out: list[AnyCommand]) -> None:
-        """The group's episodes changed: recompute its oldest version and class."""
+    def age(self, group: Group) -> None:
+        """The group's episodes changed: recompute its oldest version."""
         oldest = min((episode.version for episode in group.episodes if episode.version >= 0), default=None)
         if oldest != group.oldest:
             self._ages.move(group, oldest)
-        self.reclassify(group, out)
+        self._policy.age(group.jobs, oldest)
 
-    def promote(self, version: int, out: list[AnyCommand]) -> None:
-        """`version` is current: groups for which it is the last valid one become critical."""
-        self.version = version
+    def promote(self, version: int) -> None:
+        """`version` is current: groups for which it is the last valid one are promoted."""
+        self.version = self._policy.version = version
         for group in self._ages.until(version - self._config.max_version_span + 1):
-            self.reclassify(group, out)
-
-    def reclassify(self, group: Group, out: list[AnyCommand]) -> None:
-        """Tell the workers when the group's class changed."""
-        priority = self._critical.class_of(group.oldest, self.version)
-        if priority is group.priority:
-            return
-        group.priority = priority
-        self._epoch += 1
-        for episode in group.episodes:
-            if episode.state is EpisodeState.RUNNING and self._obeys(episode.worker):
-                out.append(
-                    SetClass(
-                        worker=episode.worker,
-                        trajectory_id=episode.trajectory_id,
-                        priority=priority,
-                        epoch=self._epoch,
-                    )
-                )
-
-    def _obeys(self, name: str) -> bool:
-        worker = self._pool.workers.get(name)  # None: just lost, its trajectories are about to restart elsewhere
-        return worker is not None and worker.capabilities.priority
+            self._policy.age(group.jobs, group.oldest)
 
     def audit(self) -> None:
         """Recount. Raises InvariantError."""

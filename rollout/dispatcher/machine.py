@@ -26,9 +26,12 @@ from rollout.dispatcher.config import DispatcherConfig
 from rollout.dispatcher.evaluations import Evaluations
 from rollout.dispatcher.groups import Groups
 from rollout.dispatcher.pool import WorkerPool
-from rollout.dispatcher.records import Episode, EpisodeState, Group, Worker
+from rollout.dispatcher.records import Episode, EpisodeState, Group
+from rollout.dispatcher.schedule import Schedule
 from rollout.dispatcher.sync import SyncState, WeightSync
 from rollout.policy.gate import Gate
+from rollout.policy.lengths import Lengths
+from rollout.policy.registry import make_policy
 from rollout.types import (
     AnyCommand,
     AnyEvent,
@@ -37,12 +40,10 @@ from rollout.types import (
     FetchPrompts,
     GroupAcknowledged,
     GroupRequested,
-    PriorityClass,
     PromptStatus,
     PromptSubmitted,
     RunStarted,
     SourceExhausted,
-    StartTrajectory,
     StepFinished,
     StopRun,
     SyncFinished,
@@ -51,6 +52,7 @@ from rollout.types import (
     TrajectoryEnded,
     TrajectoryStatus,
     TurnEnded,
+    TurnReady,
     WeightsAcknowledged,
     WorkerJoined,
     WorkerLost,
@@ -61,16 +63,19 @@ from rollout.types import (
 class Dispatcher:
     """Decides everything between prompt source, workers and actor."""
 
-    def __init__(self, config: DispatcherConfig) -> None:
+    def __init__(self, config: DispatcherConfig, truth: Lengths | None = None) -> None:
+        """`truth`: true lengths, for the policy `oracle` of a simulation."""
         self.config = config
         self.stopped: str | None = None
         """Cause of StopRun ('' when the source was drained)."""
         self._gate = Gate(config.gate_groups)
-        self._pool = WorkerPool(workers=config.workers, max_trajectories=config.max_trajectories)
+        self.policy = make_policy(config.policy, config.policy_limits, truth)
+        self._pool = WorkerPool(workers=config.workers, max_trajectories=config.max_trajectories, policy=self.policy)
         self._ages = Ages()
         self._batch = TrainBatch(config, self._ages, step=1)
-        self._groups = Groups(config, self._pool, self._gate, self._batch, self._ages)
+        self._groups = Groups(config, self._pool, self._gate, self._batch, self._ages, self.policy)
         self._sync = WeightSync()
+        self._schedule = Schedule(config, self.policy, self._pool, self._groups, self._sync)
         self._evaluations = Evaluations(self._pool)
         self._attempt = 0
         self._known: set[str] = set()
@@ -100,8 +105,9 @@ class Dispatcher:
             return out
         self._pool.now = now
         match event:
-            case TurnEnded():
-                self._turns_done += 1
+            case TurnReady() | TurnEnded():
+                self._turns_done += isinstance(event, TurnEnded)
+                self._schedule.turn(event, out)
                 return out
             case TrajectoryEnded():
                 self._trajectory_ended(event, out)
@@ -147,7 +153,8 @@ class Dispatcher:
         if not self._sync.active and self._pool.complete:
             self._evaluations.begin(self.version, out)
             self._admit(out)
-        self._start(out)
+        self.policy.places = max(0, self._batch.free - len(self._batch.ready))
+        self._schedule.run(out)
         self._batch.serve(drained=self._drained, out=out)
         if self._batch.closed is not None and self._batch.closed.groups == 0:
             self._stop("", out)
@@ -155,7 +162,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------- prompts and groups
 
     def _run_started(self, event: RunStarted) -> None:
-        self._groups.version = event.version
+        self._groups.version = self.policy.version = event.version
         self._batch.step = event.version + 1
         self._attempt = event.next_attempt
         for prompt_id, task_id in event.requeued:
@@ -183,32 +190,6 @@ class Dispatcher:
             self._gate.expected += room
             out.append(FetchPrompts(count=room))
 
-    def _start(self, out: list[AnyCommand]) -> None:
-        """Start queued trajectories; evaluations also while a sync waits for them."""
-        for episode in self._pool.startable(
-            train=not self._sync.active, evaluate=self._sync.state in (SyncState.IDLE, SyncState.DUE)
-        ):
-            episode.version = self.version
-            owner = episode.owner
-            if isinstance(owner, Group):
-                self._groups.age(owner, out)
-                priority = owner.priority
-            else:
-                priority = PriorityClass.HIGH  # a sync may be waiting for it
-            if not self._pool.workers[episode.worker].capabilities.priority:
-                priority = PriorityClass.LOW
-            self._pool.open(episode, self.config.deadline_s)
-            out.append(
-                StartTrajectory(
-                    worker=episode.worker,
-                    trajectory_id=episode.trajectory_id,
-                    group_id=owner.group_id if isinstance(owner, Group) else owner.eval_id,
-                    task_id=episode.task_id,
-                    purpose=episode.purpose,
-                    priority=priority,
-                )
-            )
-
     def _trajectory_ended(self, event: TrajectoryEnded, out: list[AnyCommand]) -> None:
         episode = self._pool.episodes.get(event.trajectory_id)
         if episode is None:
@@ -216,6 +197,8 @@ class Dispatcher:
             return
         if episode.state not in (EpisodeState.RUNNING, EpisodeState.ABORTING):
             return
+        if episode.job is not None and event.status in (TrajectoryStatus.FINISHED, TrajectoryStatus.TRUNCATED):
+            self.policy.finished(episode.job, event.generated_tokens)
         self._pool.end(episode)
         self._trajectories_done += 1
         if isinstance(episode.owner, Group):
@@ -224,6 +207,7 @@ class Dispatcher:
             self._evaluations.ended(episode.owner, out)
 
     def _tick(self, out: list[AnyCommand]) -> None:
+        self.policy.tick(self._pool.now)
         for episode in self._pool.due():
             if episode.state is EpisodeState.ABORTING:
                 grace = self.config.abort_grace_s
@@ -282,7 +266,8 @@ class Dispatcher:
         self._sync.finish()
         for worker in self._pool.workers.values():
             worker.usable = worker.name in self._sync.members
-        self._groups.promote(self._sync.version, out)
+        self._pool.touch()
+        self._groups.promote(self._sync.version)
         if self.version >= self.step - 1:
             self._open_batch()
 
@@ -299,7 +284,7 @@ class Dispatcher:
         else:
             left = []
         usable = event.version == self.version and not self._sync.begun
-        self._pool.join(Worker(name=event.worker, slots=event.slots, usable=usable, capabilities=event.capabilities))
+        self._pool.join(event, usable=usable)
         self._sync.add(event.worker, out)
         if self._pool.complete and self._pool.place() is None:
             held = f"holds weights of version {event.version}, the run is at version {self.version}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from rollout.policy.jobs import Job, JobGroup
 from rollout.types import Capabilities, PriorityClass, Purpose, TrajectoryStatus
 
 
@@ -44,6 +45,18 @@ class Episode:
     fate: TrajectoryStatus | None = None
     """What an abort makes of it: DISCARDED, FAILED (deadline) or ABORTED (its group is gone)."""
     cause: str = ""
+    job: Job | None = None
+    """What the policy decides about it, while it waits or runs; None for an evaluation."""
+    told: tuple[PriorityClass, int] = (PriorityClass.LOW, 0)
+    """Class and rank as its worker knows them."""
+    ticket: int = 0
+    """Number of its valid entry in its worker's queue; 0: none."""
+    parked_at_s: float | None = None
+    """Since when it is parked, if it is."""
+    parked_s: float = 0.0
+    """Seconds that it was parked before."""
+    forgiven_s: float = 0.0
+    """Parked seconds that its deadline has been moved by."""
 
     @property
     def purpose(self) -> Purpose:
@@ -51,7 +64,7 @@ class Episode:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Order in a queue: evaluations, then groups as admitted, then members. Smallest first."""
+        """Evaluations, then groups as admitted, then members. Smallest first."""
         return (int(self.purpose is Purpose.TRAIN), self.owner.order, self.member)
 
 
@@ -73,7 +86,8 @@ class Group:
     """Members that have not ended well yet."""
     oldest: int | None = None
     """Smallest version of its episodes; None before the first one started."""
-    priority: PriorityClass = PriorityClass.LOW
+    jobs: JobGroup
+    """Its unfinished members as the policy sees them."""
 
     @property
     def episodes(self) -> list[Episode]:
@@ -100,6 +114,8 @@ class Evaluation:
 class Worker:
     """A rollout worker as the dispatcher sees it."""
 
+    number: int
+    """Place in the order of joining."""
     name: str
     slots: int
     usable: bool
@@ -107,11 +123,15 @@ class Worker:
     capabilities: Capabilities
     open: dict[str, Episode] = field(default_factory=dict)
     """Started and not reported yet, by trajectory id."""
-    queue: list[tuple[tuple[int, int, int], int, Episode]] = field(default_factory=list)
-    """Heap of (key, number, episode); cancelled ones stay until they surface."""
-    queued: int = 0
-    """Live entries of `queue`."""
+    waiting: dict[str, Episode] = field(default_factory=dict)
+    """Not started yet, by trajectory id, in the order of arrival."""
+    queue: list[tuple[tuple[int, ...], int, Episode]] = field(default_factory=list)
+    """Heap of (key, ticket, episode): who waits and is not parked; an entry with an old ticket is dropped when met."""
+
+    @property
+    def queued(self) -> int:
+        return len(self.waiting)
 
     @property
     def load(self) -> int:
-        return len(self.open) + self.queued
+        return len(self.open) + len(self.waiting)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from envclient.base.errors import ConfigError, InvariantError, VenusError
 from rollout.protocol import Agent, Episode, Outcome
-from rollout.types import StartTrajectory, Trajectory, TrajectoryStatus, TurnEnded
+from rollout.types import StartTrajectory, Trajectory, TrajectoryStatus, TurnEnded, TurnReady
 from rollout.worker.record import TokenRecord
 from rollout.worker.scheduler import SlotScheduler, Turn
 
@@ -45,6 +45,7 @@ class AgentLoop:
     Args:
         context_length: tokens of prompt and response together, at most.
         report_turn: called after every turn.
+        report_ready: called when a turn is wanted, where the scheduling policy follows turns.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class AgentLoop:
         *,
         context_length: int,
         report_turn: Callable[[TurnEnded], None],
+        report_ready: Callable[[TurnReady], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent = agent
         self._slots = slots
         self._context_length = context_length
         self._report_turn = report_turn
+        self._report_ready = report_ready
         self._clock = clock
 
     async def run(self, start: StartTrajectory) -> Trajectory:
@@ -115,6 +118,10 @@ class AgentLoop:
     async def _turn(self, trajectory_id: str, progress: _Progress, max_new_tokens: int) -> Turn:
         record = progress.record
         context_tokens = record.context_tokens
+        if self._report_ready is not None:
+            self._report_ready(
+                TurnReady(trajectory_id=trajectory_id, turn=progress.turns + 1, context_tokens=context_tokens)
+            )
         try:
             turn = await self._slots.turn(
                 trajectory_id,
@@ -134,6 +141,7 @@ class AgentLoop:
             generate_s=turn.generate_s,
             cached_tokens=turn.cached_tokens,
             sent_tokens=turn.sent_tokens,
+            preemptions=turn.preemptions,
         )
         self._report_turn(
             TurnEnded(

@@ -1,8 +1,9 @@
 """The async shell of the slot policy: agent loops ask for turns here, and the engine gets as many as it has slots.
 
-A turn waits for its slot, is generated, and is handed back whole. An abort in between (a pause for new weights) keeps
-the tokens so far: the turn waits at its old place and goes on from prompt + tokens, so nothing is sampled twice. The
-weight version is a constant while any request is in the engine, because it changes only between `pause` and `resume`.
+A turn waits for its slot, is generated, and is handed back whole. An abort in between (a pause for new weights, or a
+turn of a higher class that needs the slot) keeps the tokens so far: the turn waits at its old place and goes on from
+prompt + tokens, so nothing is sampled twice. The weight version is a constant while any request is in the engine,
+because it changes only between `pause` and `resume`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from envclient.base.errors import VenusError, WireError
 from rollout.policy.slots import SlotPolicy
 from rollout.protocol import Engine, GenerateRequest, Generation
+from rollout.types import PriorityClass
 
 log = logging.getLogger("venus.slots")
 _ABORT_AGAIN_S = 0.5
@@ -46,6 +48,8 @@ class Turn:
     """Prompt tokens found in the engine's cache, over all its requests."""
     sent_tokens: int = 0
     """Prompt tokens sent to the engine, over all its requests."""
+    preemptions: int = 0
+    """Times that it gave its slot to a turn of a higher class."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -80,6 +84,11 @@ class SlotScheduler:
         self._engine_empty = asyncio.Event()
         self._engine_empty.set()
         self._requests = 0
+        self._generating: dict[str, str] = {}
+        """Trajectory → its request in the engine."""
+        self._preempted: set[str] = set()
+        """Trajectories whose running turn gives its slot up."""
+        self._aborting: set[asyncio.Task[None]] = set()
 
     # ----------------------------------------------------------------------------------------------- agent loop
 
@@ -96,17 +105,20 @@ class SlotScheduler:
         turn = Turn()
         unasked = 0
         asked_at = self._clock()
-        started = self._policy.turn_ready(trajectory_id)
+        started = self._policy.turn_ready(trajectory_id, len(context))
         while True:
             await self._wait_slot(trajectory_id, started)
-            if self._paused:
-                # Granted just before the pause began.
+            if self._paused or trajectory_id in self._preempted:
+                # Granted just before the pause began, or before it was wanted for another.
+                self._preempted.discard(trajectory_id)
                 started = self._policy.turn_preempted(trajectory_id)
                 continue
             started_at = self._clock()
             turn.queue_s += started_at - asked_at
             request = self._request(trajectory_id, [*context, *turn.token_ids], max_new_tokens, turn, stop_token_ids)
             generation = await self._generate(request)
+            preempted = trajectory_id in self._preempted
+            self._preempted.discard(trajectory_id)
             asked_at = self._clock()
             turn.generate_s += asked_at - started_at
             turn.cached_tokens += generation.cached_tokens
@@ -119,7 +131,9 @@ class SlotScheduler:
             if turn.finish_reason != "abort":
                 self._grant(self._policy.turn_ended(trajectory_id))
                 return turn
-            if not self._paused:
+            if preempted:
+                turn.preemptions += 1
+            elif not self._paused:
                 unasked += 1
                 if unasked > _MAX_UNASKED_ABORTS:
                     raise WireError(f"engine aborted {request.request_id} {unasked} times unasked", "see its log")
@@ -128,7 +142,12 @@ class SlotScheduler:
     def trajectory_ended(self, trajectory_id: str) -> None:
         """The trajectory takes no more turns, whatever it was doing; idempotent."""
         self._waiting.pop(trajectory_id, None)
+        self._preempted.discard(trajectory_id)
         self._grant(self._policy.trajectory_ended(trajectory_id))
+
+    def set_class(self, trajectory_id: str, priority: PriorityClass, rank: int) -> None:
+        """The dispatcher decided; known before the trajectory's first turn or not, forgotten at its end."""
+        self._grant(self._policy.set_class(trajectory_id, priority, rank))
 
     def _request(
         self, trajectory_id: str, input_ids: list[int], max_new_tokens: int, turn: Turn, stop_token_ids: list[int]
@@ -156,9 +175,26 @@ class SlotScheduler:
             waiting = self._waiting[trajectory_id]
             if not waiting.done():
                 waiting.set_result(None)
+        for victim in self._policy.take_victims():
+            self._preempted.add(victim)
+            if victim in self._generating:
+                aborting = asyncio.ensure_future(self._preempt(victim, self._generating[victim]))
+                self._aborting.add(aborting)
+                aborting.add_done_callback(self._aborting.discard)
+
+    async def _preempt(self, trajectory_id: str, request_id: str) -> None:
+        """Take a turn out of the engine for another's sake; it may overtake the request on its way in."""
+        while self._generating.get(trajectory_id) == request_id:
+            try:
+                await self._engine.abort(request_id)
+            except VenusError as error:
+                log.warning("request %s was not preempted: %s", request_id, error)
+                return  # an engine that is gone ends the turn itself
+            await asyncio.sleep(_ABORT_AGAIN_S if self._generating.get(trajectory_id) == request_id else 0)
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         self._in_engine.add(request.request_id)
+        self._generating[request.trajectory_id] = request.request_id
         self._engine_empty.clear()
         answer = asyncio.ensure_future(self._engine.generate(request))
         try:
@@ -168,6 +204,7 @@ class SlotScheduler:
             raise
         finally:
             self._in_engine.discard(request.request_id)
+            self._generating.pop(request.trajectory_id, None)
             if not self._in_engine:
                 self._engine_empty.set()
 

@@ -10,13 +10,19 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
-from envclient.base.errors import VenusError, WireError
+import msgspec
+
+from envclient.base.errors import InvariantError, VenusError, WireError
 from envclient.base.wire import Client
 from rollout.config import RolloutConfig
-from rollout.policy.slots import make_slots
+from rollout.policy.registry import policy_class
+from rollout.policy.settings import PolicySettings
+from rollout.policy.slots import CLASS_RULES, make_slots
 from rollout.protocol import Agent, Empty, Engine, JoinRequest
 from rollout.types import (
     AbortTrajectory,
+    Capabilities,
+    MoveTrajectory,
     PauseWorker,
     ResumeWorker,
     SetClass,
@@ -59,14 +65,23 @@ class RolloutWorker:
         self._agent = agent
         self._coordinator = coordinator
         self._config = config
+        settings = PolicySettings.from_config(config.policy)
+        policy = policy_class(settings)
+        self._slot_rule = policy.slot_rule(settings)
         self._slots = SlotScheduler(
             engine,
-            make_slots(config.worker.policy, config.worker.slots),
+            make_slots(self._slot_rule, config.worker.slots),
             version=version,
             temperature=config.sampling.temperature,
         )
         self._mail = Mail(coordinator, name, self._take)
-        self._loop = AgentLoop(agent, self._slots, context_length=context_length, report_turn=self._mail.report)
+        self._loop = AgentLoop(
+            agent,
+            self._slots,
+            context_length=context_length,
+            report_turn=self._mail.report,
+            report_ready=self._mail.report if policy.wants_turns else None,
+        )
         self._tasks: asyncio.TaskGroup | None = None
         self._playing: dict[str, asyncio.Future[Trajectory] | None] = {}
         """Episodes that are not reported yet; None: about to begin."""
@@ -95,7 +110,9 @@ class RolloutWorker:
             engine_url=self._engine.url,
             slots=self._config.worker.slots,
             version=self._slots.version,
-            capabilities=self._engine.capabilities,
+            capabilities=self._capabilities,
+            kv_tokens=self._config.worker.kv_tokens,
+            host_kv_tokens=self._config.worker.host_kv_tokens,
         )
         give_up = asyncio.get_running_loop().time() + _JOIN_S
         while True:
@@ -108,6 +125,14 @@ class RolloutWorker:
                     raise WireError(f"worker {self._name} cannot join: {error.message}", error.remedy) from None
                 await asyncio.sleep(0.5)
 
+    @property
+    def _capabilities(self) -> Capabilities:
+        """The engine's; classes are obeyed by the slots, whatever the engine can do."""
+        engine = self._engine.capabilities
+        if self._slot_rule in CLASS_RULES:
+            return msgspec.structs.replace(engine, priority=True)
+        return engine
+
     # --------------------------------------------------------------------------------------------- commands
 
     def _take(self, command: WorkerCommand) -> None:
@@ -119,13 +144,17 @@ class RolloutWorker:
             case PauseWorker() | ResumeWorker():
                 self._updates.put_nowait(command)
             case SetClass():
-                log.warning("%s: this engine has no priorities, class is ignored", command.trajectory_id)
+                if command.trajectory_id in self._playing:
+                    self._slots.set_class(command.trajectory_id, command.priority, command.rank)
+            case MoveTrajectory():
+                raise InvariantError(f"{command.trajectory_id} cannot move to {command.to}: no migration was offered")
 
     def _start(self, start: StartTrajectory) -> None:
         assert self._tasks is not None
         if start.trajectory_id not in self._started:
             self._started.add(start.trajectory_id)
             self._playing[start.trajectory_id] = None
+            self._slots.set_class(start.trajectory_id, start.priority, start.rank)
             self._tasks.create_task(self._play(start), name=start.trajectory_id)
 
     def _abort(self, abort: AbortTrajectory) -> None:
@@ -149,6 +178,7 @@ class RolloutWorker:
             await self._blame_engine(error)
         finally:
             del self._playing[trajectory_id]
+            self._slots.trajectory_ended(trajectory_id)
         if (abort := self._aborts.pop(trajectory_id, None)) is not None:
             trajectory = cancelled(start, abort.status, abort.cause)
         assert trajectory is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from random import Random
 
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from rollout.dispatcher import DispatcherConfig
-from rollout.types import TrajectoryStatus
+from rollout.policy.settings import PolicySettings
+from rollout.types import POLICY_NAMES, TrajectoryStatus
 from tests.properties.dispatcher_world import World
 
 LONG = bool(os.environ.get("VENUS_LONG"))
@@ -26,6 +28,39 @@ STATUSES = [
     TrajectoryStatus.FAILED,
     TrajectoryStatus.DISCARDED,
 ]
+
+
+LIVE = [name for name in POLICY_NAMES if name != "oracle"]
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> PolicySettings:
+    return PolicySettings(
+        name=draw(st.sampled_from(LIVE)),
+        order=draw(st.sampled_from(["length", "admission"])),
+        tool_time=draw(st.booleans()),
+        demotion=draw(st.booleans()),
+        migration=draw(st.booleans()),
+        reserve=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        growth_tokens=draw(st.sampled_from([0, 10])),
+        move_gap=draw(st.sampled_from([0.0, 0.25])),
+        buffer_tokens=draw(st.sampled_from([0, 2])),
+        acting_decay=draw(st.booleans()),
+    )
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What all engines of a world are like."""
+
+    priority: bool = False
+    migration: bool = False
+    kv_tokens: int = 0
+
+
+engines = st.builds(
+    Engines, priority=st.booleans(), migration=st.booleans(), kv_tokens=st.sampled_from([0, 1, 40, 150, 1000])
+)
 
 
 @st.composite
@@ -47,6 +82,7 @@ def configs(draw: st.DrawFn, promised: bool = False) -> DispatcherConfig:
         train_truncated=draw(st.booleans()),
         workers=draw(st.integers(1, 3)),
         max_trajectories=draw(st.sampled_from([1, 3, 8, 128])),
+        policy=draw(policies()),
     )
 
 
@@ -62,7 +98,7 @@ class AnyWorld(RuleBasedStateMachine):
         prompts=st.sampled_from([None, None, 0, 3, 20]),
         requeued=st.integers(0, 5),
         resume_step=st.sampled_from([0, 0, 7]),
-        priority=st.booleans(),
+        like=engines,
     )
     def begin(
         self,
@@ -71,7 +107,7 @@ class AnyWorld(RuleBasedStateMachine):
         prompts: int | None,
         requeued: int,
         resume_step: int,
-        priority: bool,
+        like: Engines,
     ) -> None:
         self.world = World(
             data.draw(configs(promised=self.benign)),
@@ -79,7 +115,7 @@ class AnyWorld(RuleBasedStateMachine):
             prompts=prompts,
             requeued=requeued if resume_step else 0,
             resume_step=resume_step,
-            priority=priority,
+            **asdict(like),
         )
         self.world.promised_no_discards = self.benign
 
@@ -181,19 +217,22 @@ TestBenignWorld = BenignWorld.TestCase
 TestBenignWorld.settings = SETTINGS
 
 
-@given(config=configs(), replicas=st.integers(1, 3))
-@settings(max_examples=300 if LONG else 20, deadline=None)
-def test_a_fair_world_makes_every_step(config: DispatcherConfig, replicas: int) -> None:
-    world = World(config, replicas=replicas)
+@given(config=configs(), replicas=st.integers(1, 3), like=engines)
+@settings(max_examples=600 if LONG else 60, deadline=None)
+def test_a_fair_world_makes_every_step(config: DispatcherConfig, replicas: int, like: Engines) -> None:
+    """Among others: no mixture of parked, demoted and promoted trajectories stands still."""
+    world = World(config, replicas=replicas, **asdict(like))
     world.drain(5)
     world.check_end()
     assert world.steps_done == 5
 
 
-@given(config=configs(), replicas=st.integers(1, 3), prompts=st.integers(0, 30))
-@settings(max_examples=300 if LONG else 20, deadline=None)
-def test_a_finite_source_is_trained_to_its_end(config: DispatcherConfig, replicas: int, prompts: int) -> None:
-    world = World(config, replicas=replicas, prompts=prompts)
+@given(config=configs(), replicas=st.integers(1, 3), prompts=st.integers(0, 30), like=engines)
+@settings(max_examples=300 if LONG else 30, deadline=None)
+def test_a_finite_source_is_trained_to_its_end(
+    config: DispatcherConfig, replicas: int, prompts: int, like: Engines
+) -> None:
+    world = World(config, replicas=replicas, prompts=prompts, **asdict(like))
     world.drain(1000)
     assert world.stop_cause == ""
     counts = world.dispatcher.counts()
@@ -229,7 +268,7 @@ def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
 
     options: list[tuple[float, Callable[[], object]]] = [
         (8, world.deliver_prompt),
-        (3, lambda: world.sample(chance.randrange(1000))),
+        (chance.choice([3, 12]), lambda: world.sample(chance.randrange(1000))),
         (3 if benign else chance.choice([3, 16]), end),  # rollout or trainer is what the other waits for
         (16, reports),
         (12, lambda: world.replica(chance.randrange(1000))),
@@ -249,9 +288,9 @@ def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
         chance.choices(options, weights)[0][1]()
 
 
-@given(config=configs(), seed=st.integers(0, 2**32), replicas=st.integers(1, 3), priority=st.booleans())
-@settings(max_examples=4000 if LONG else 300, deadline=None, report_multiple_bugs=False)
-def test_long_walks(config: DispatcherConfig, seed: int, replicas: int, priority: bool) -> None:
+@given(config=configs(), seed=st.integers(0, 2**32), replicas=st.integers(1, 3), like=engines)
+@settings(max_examples=4000 if LONG else 250, deadline=None, report_multiple_bugs=False)
+def test_long_walks(config: DispatcherConfig, seed: int, replicas: int, like: Engines) -> None:
     chance = Random(seed)
     prompts = chance.choice([None, None, 40])
     resume_step = chance.choice([0, 7])
@@ -261,7 +300,7 @@ def test_long_walks(config: DispatcherConfig, seed: int, replicas: int, priority
         prompts=prompts,
         requeued=chance.randrange(6) if resume_step else 0,
         resume_step=resume_step,
-        priority=priority,
+        **asdict(like),
     )
     walk(world, chance, 1000, benign=False)
     if not world.stop_cause:
@@ -269,11 +308,13 @@ def test_long_walks(config: DispatcherConfig, seed: int, replicas: int, priority
     world.check_end()
 
 
-@given(config=configs(promised=True), seed=st.integers(0, 2**32), replicas=st.integers(1, 3))
-@settings(max_examples=4000 if LONG else 300, deadline=None, report_multiple_bugs=False)
-def test_nothing_is_discarded_where_that_is_promised(config: DispatcherConfig, seed: int, replicas: int) -> None:
+@given(config=configs(promised=True), seed=st.integers(0, 2**32), replicas=st.integers(1, 3), like=engines)
+@settings(max_examples=4000 if LONG else 250, deadline=None, report_multiple_bugs=False)
+def test_nothing_is_discarded_where_that_is_promised(
+    config: DispatcherConfig, seed: int, replicas: int, like: Engines
+) -> None:
     """Nothing fails, and floor(async_factor · B) ≤ S · B."""
-    world = World(config, replicas=replicas)
+    world = World(config, replicas=replicas, **asdict(like))
     world.promised_no_discards = True
     walk(world, Random(seed), 1000, benign=True)
     world.drain(3)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from rollout.policy.critical import PromotedOnly
 from rollout.policy.placement import least_loaded
 from rollout.policy.staleness import is_promoted, is_stale, leaves_room_for_older, version_span
-from rollout.types import PriorityClass
 
 
 def test_spans() -> None:
@@ -18,13 +16,6 @@ def test_promoted_at_the_last_valid_version_then_stale() -> None:
     assert [is_promoted(3, version, 2) for version in (3, 4, 5)] == [False, True, True]
     assert [is_stale(3, version, 2) for version in (3, 4, 5)] == [False, False, True]
     assert is_promoted(3, 3, 1) and is_stale(3, 4, 1)
-
-
-def test_classes_follow_promotion() -> None:
-    policy = PromotedOnly(2)
-    assert policy.class_of(None, 9) is PriorityClass.LOW
-    assert policy.class_of(9, 9) is PriorityClass.LOW
-    assert policy.class_of(8, 9) is PriorityClass.HIGH
 
 
 def room(oldest: int, older: list[tuple[int, int]], free: int, step: int, batch: int, span: int) -> bool:

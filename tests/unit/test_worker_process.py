@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rollout.config import FactoryConfig, ModelConfig, RolloutConfig, RunConfig, SamplingConfig, WorkerConfig
+from rollout.config import (
+    FactoryConfig,
+    ModelConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    WorkerConfig,
+)
 from rollout.types import Trajectory, TrajectoryStatus
 from tests.unit.test_worker_service import FakeCoordinator, serving
 from tests.unit.worker_kit import order, run
@@ -67,7 +75,7 @@ def test_a_worker_process_plays_and_ends_on_sigterm(tmp_path: Path) -> None:
     ("changes", "line"),
     [
         ({"worker": WorkerConfig(engine="vllm")}, "rollout.worker.engine is 'vllm'"),
-        ({"worker": WorkerConfig(engine="scripted", policy="lifo")}, "rollout.worker.policy 'lifo' is unknown"),
+        ({"policy": PolicyConfig(name="lifo")}, "rollout.policy.name='lifo' is not known"),
         ({"worker": WorkerConfig(engine="scripted", engine_args={"nope": 1})}, "rollout.worker.engine_args"),
         ({"agent": FactoryConfig(factory="tests.unit.worker_kit:nobody")}, "rollout.agent.factory="),
         ({"agent": FactoryConfig(factory="tests.unit.worker_kit:make_agent", args={"x": 1})}, "rollout.agent.args="),

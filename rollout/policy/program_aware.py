@@ -1,0 +1,243 @@
+"""PURE: ThunderAgent's program-aware scheduling as published (arXiv 2602.13692 and its open-source router).
+
+A program is a trajectory. On a worker its tokens count while it reasons (wants or has a turn) and while it acts (its
+tool runs), shared prefixes once, plus `buffer_tokens` each. Every `interval_s`: paused programs are resumed as far as
+they fit, those with a pending turn first, then new ones, then acting ones, smallest first, placed largest first on the
+worker with the most room (best fit decreasing); then each worker over its capacity pauses acting programs, smallest
+first, and marks reasoning ones, smallest first, which are paused at the end of their turn. A new program starts at
+once when nobody is paused and it fits. A program that was paused for `longest_wait_s` is resumed in any case.
+
+Two deviations, both without which our setting would stand still: a worker on which nothing is active takes one program
+whatever its size, and a started program moves only where engines can migrate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from envclient.base.errors import InvariantError
+from rollout.policy.base import HIGH, LOW, PARKED, Policy
+from rollout.policy.jobs import Job, JobGroup, Move, Phase, WorkerView
+from rollout.policy.lengths import Lengths
+from rollout.policy.settings import PolicyLimits, PolicySettings
+from rollout.types import PriorityClass
+
+
+class ProgramAwarePolicy(Policy):
+    """Pause and resume of whole programs by KV capacity. A check costs O(n log n), as in the original."""
+
+    slots = "priority"  # for PARKED; everybody else is LOW, and slots are first come, first served
+    wants_turns = True
+    promotes = False
+    by_room = True
+    """Whether each new program goes to the worker with the most room; else to its group's."""
+
+    def __init__(self, settings: PolicySettings, limits: PolicyLimits, lengths: Lengths) -> None:
+        super().__init__(settings, limits, lengths)
+        self._active: dict[str, dict[str, Job]] = {}
+        """Worker → its active programs."""
+        self._paused: dict[str, float] = {}
+        """Program → when it was paused."""
+        self._home: dict[str, str] = {}
+        """Active program → worker on which it counts, from the moment it is sent there."""
+        self._marked: set[str] = set()
+        """Active programs that are paused at the end of their turn."""
+        self._prompt_tokens = 0.0
+        """Of a first context; a running mean, for programs that have not started."""
+        self._checked = 0.0
+        self._now = 0.0
+
+    def join(self, worker: WorkerView) -> None:
+        super().join(worker)
+        self._active[worker.name] = {}
+
+    def lose(self, name: str) -> None:
+        super().lose(name)
+        self._active.pop(name, None)
+
+    # ------------------------------------------------------------------------------------------------------ hooks
+
+    def _added(self, job: Job) -> None:
+        job.priority = PARKED
+        job.context_tokens = job.group.prompt_tokens or round(self._prompt_tokens)
+        self._paused[job.trajectory_id] = self._now
+        if len(self._paused) == 1:
+            target = self._most_room(job, {name: self._room(name) for name in self._homes(job)})
+            if target is not None:
+                self._resume(job, target, "there is room, and nobody waits")
+
+    def _ready(self, job: Job) -> None:
+        if job.turns == 0:
+            weight = 0.05 if self._prompt_tokens else 1.0
+            self._prompt_tokens += weight * (job.context_tokens - self._prompt_tokens)
+
+    def _ended_turn(self, job: Job) -> None:
+        if job.trajectory_id in self._marked:
+            self._pause(job, "it was marked while it generated")
+
+    def _removed(self, job: Job) -> None:
+        self._deactivate(job)
+        self._paused.pop(job.trajectory_id, None)
+
+    def _changed_group(self, group: JobGroup) -> None:
+        for job in group.jobs.values():
+            if job.priority is not PARKED:
+                self._set(job, self._class(job), cause="promoted" if group.promoted else "no longer promoted")
+
+    def tick(self, now: float) -> None:
+        self._now = now
+        if now - self._checked < self.settings.interval_s:
+            return
+        self._checked = now
+        self._resume_what_fits()
+        for name in self._active:
+            self._pause_until_it_fits(name)
+
+    def _decide(self, now: float) -> None:
+        self._now = now
+        if self._paused and not all(self._active.values()):
+            self._wake_idle_workers()
+
+    # --------------------------------------------------------------------------------------------- pause and resume
+
+    def _resume_what_fits(self) -> None:
+        for trajectory_id in [t for t, s in self._paused.items() if self._now - s > self.settings.longest_wait_s]:
+            job = self.jobs[trajectory_id]
+            if self._can_open(job, job.worker):
+                self._resume(job, job.worker, f"it was paused for {self.settings.longest_wait_s:g} s")
+        room = {name: self._room(name, decay=self.settings.acting_decay) for name in self._active}
+        total = sum(free for free in room.values() if free > self.settings.buffer_tokens)
+        chosen: list[Job] = []
+        for job in sorted((self.jobs[t] for t in self._paused), key=self._urgency):
+            need = job.context_tokens + self.settings.buffer_tokens
+            if need <= total:
+                chosen.append(job)
+                total -= need
+        for job in sorted(chosen, key=lambda job: -job.context_tokens):
+            target = self._most_room(job, {name: room[name] for name in self._homes(job)})
+            if target is not None:
+                room[target] -= self._required(job, target)
+                self._resume(job, target, f"{room[target]:.0f} tokens stay free")
+
+    def _pause_until_it_fits(self, name: str) -> None:
+        active = self._active[name]
+        over = -self._room(name)
+        groups = Counter(job.group.order for job in active.values() if job.trajectory_id not in self._marked)
+        for phase in (Phase.TOOL, Phase.READY):
+            for job in sorted((j for j in active.values() if j.phase is phase), key=lambda j: j.context_tokens):
+                if over <= 0 or len(active) - len(self._marked & active.keys()) <= 1:
+                    return
+                if job.trajectory_id in self._marked:
+                    continue
+                over -= self._private(job) + self.settings.buffer_tokens
+                groups[job.group.order] -= 1
+                if not groups[job.group.order]:
+                    over -= self._prompt(job.group)
+                if phase is Phase.TOOL:
+                    self._pause(job, "its worker is over capacity")
+                else:
+                    self._marked.add(job.trajectory_id)
+
+    def _wake_idle_workers(self) -> None:
+        """A worker without an active program takes one, whatever its size: nothing else would ever make room."""
+        for name, active in self._active.items():
+            if active or not self.workers[name].jobs:
+                continue
+            here = [
+                job
+                for trajectory_id in self._paused
+                if (job := self.jobs[trajectory_id]).worker == name and self._can_open(job, name)
+            ]
+            if here:
+                self._resume(min(here, key=self._urgency), name, "its worker is idle")
+
+    def _resume(self, job: Job, to: str, cause: str) -> None:
+        del self._paused[job.trajectory_id]
+        self._set(job, self._class(job), cause=f"resumed: {cause}")
+        self._home[job.trajectory_id] = to
+        self._active[to][job.trajectory_id] = job
+        if to != job.worker:
+            self.moves.append(Move(job=job, to=to, cause=cause))
+
+    def _pause(self, job: Job, cause: str) -> None:
+        self._deactivate(job)
+        self._paused[job.trajectory_id] = self._now
+        self._set(job, PARKED, cause=f"paused: {cause}")
+
+    def _deactivate(self, job: Job) -> None:
+        self._marked.discard(job.trajectory_id)
+        home = self._home.pop(job.trajectory_id, "")
+        if home in self._active:
+            del self._active[home][job.trajectory_id]
+
+    # ------------------------------------------------------------------------------------------------------ measures
+
+    def _class(self, job: Job) -> PriorityClass:
+        return HIGH if job.group.promoted else LOW
+
+    def _urgency(self, job: Job) -> tuple[int, int, int]:
+        """Programs with a pending turn, then new ones, then acting ones; smallest first."""
+        kinds = {Phase.READY: 0, Phase.NEW: 1, Phase.OPENING: 1, Phase.TOOL: 2}
+        return (int(not job.group.promoted), kinds[job.phase], job.context_tokens)
+
+    def _homes(self, job: Job) -> Iterable[str]:
+        """Workers that the program can go to. Any, while it has not started; then only where engines migrate."""
+        home = self.workers[job.worker]
+        for name, worker in self.workers.items():
+            free = self.by_room if job.phase is Phase.NEW else (home.migration and worker.migration)
+            if (name == job.worker or (free and self.settings.migration)) and self._can_open(job, name):
+                yield name
+
+    def _most_room(self, job: Job, room: dict[str, float]) -> str | None:
+        best = max(room, key=lambda name: room[name], default=None)
+        return best if best is not None and self._required(job, best) <= room[best] else None
+
+    def _can_open(self, job: Job, name: str) -> bool:
+        """Whether a new program would find a place: paused ones keep theirs, so no more may be resumed than fit."""
+        if job.phase is not Phase.NEW:
+            return True
+        fresh = sum(1 for other in self._active[name].values() if other.phase is Phase.NEW)
+        return self.workers[name].open + fresh < self.limits.max_trajectories
+
+    def _private(self, job: Job) -> float:
+        return max(0.0, job.context_tokens - self._prompt(job.group))
+
+    def _prompt(self, group: JobGroup) -> float:
+        return float(group.prompt_tokens) or self._prompt_tokens
+
+    def _required(self, job: Job, name: str) -> float:
+        shared = any(other.group is job.group for other in self._active[name].values())
+        prompt = 0.0 if shared else self._prompt(job.group)
+        return self._private(job) + prompt + self.settings.buffer_tokens
+
+    def _room(self, name: str, *, decay: bool = False) -> float:
+        """Capacity less what active programs count for; those marked count no more."""
+        capacity = self.workers[name].kv_tokens
+        if not capacity:
+            return math.inf
+        used = 0.0
+        prompts: dict[int, float] = {}
+        for job in self._active[name].values():
+            if job.trajectory_id not in self._marked:
+                prompts[job.group.order] = self._prompt(job.group)
+                acting = decay and job.phase is Phase.TOOL
+                weight = 2.0 ** -(self._now - job.since_s) if acting else 1.0
+                used += weight * self._private(job) + self.settings.buffer_tokens
+        return capacity - used - sum(prompts.values())
+
+    def check_invariants(self) -> None:
+        active = {t: name for name, programs in self._active.items() for t in programs}
+        if active.keys() & self._paused.keys() or active.keys() | self._paused.keys() != self.jobs.keys():
+            raise InvariantError("program_aware: a program is neither active nor paused, or both")
+        for trajectory_id, job in self.jobs.items():
+            if (job.priority is PARKED) is not (trajectory_id in self._paused):
+                raise InvariantError(f"program_aware: {trajectory_id} is {job.priority.value}")
+
+
+class ProgramAwarePlusPolicy(ProgramAwarePolicy):
+    """The same rule, given our promotion of stale groups and our placement of whole groups."""
+
+    promotes = True
+    by_room = False

@@ -1,0 +1,203 @@
+"""PURE: a sticky working set per worker, ours: nothing is started whose KV would push out what runs.
+
+Order: promoted groups, critical ones, the rest; inside a class the smaller F_g, where members count `resident_favour`
+times theirs; inside a group the longest remaining first. What is not in the set is PARKED: not started, or not given
+another turn, whatever slots are free. Class, membership and (in the engine) tier come from this one rule. [R]
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from rollout.policy.base import HIGH, LOW, PARKED
+from rollout.policy.grouped import GroupedPolicy, bucket
+from rollout.policy.jobs import Job, JobGroup, Move, Phase, WorkerView
+from rollout.policy.lengths import Lengths
+from rollout.policy.settings import PolicyLimits, PolicySettings
+from rollout.policy.working_set import Key, WorkingSet
+
+_STEP = 1.1
+"""Ratio of neighbouring F_g that count as different."""
+
+
+class VenusPolicy(GroupedPolicy):
+    """Admission to KV, not to slots, is what is decided."""
+
+    slots: ClassVar[str] = "priority"
+
+    def __init__(self, settings: PolicySettings, limits: PolicyLimits, lengths: Lengths) -> None:
+        super().__init__(settings, limits, lengths)
+        self._favour = 0 if self.by_admission else bucket(settings.resident_favour, _STEP)
+        self._sets: dict[str, WorkingSet] = {}
+        self._dirty: set[str] = set()
+        self._keyed: dict[int, Key] = {}
+        """Group → its part of the keys, as its jobs carry it."""
+
+    @classmethod
+    def uses_tiers(cls, settings: PolicySettings) -> bool:
+        return True
+
+    def join(self, worker: WorkerView) -> None:
+        super().join(worker)
+        room = most = None
+        if worker.kv_tokens:
+            # Without a host cache a full pool evicts prefixes that come back soon, and over-filling halves throughput.
+            # With one an evicted prefix costs a copy only, so tools' waiting time is worth filling with more contexts.
+            host = worker.host_kv_tokens / worker.kv_tokens
+            fill = self.settings.fill or (min(2.0, 1.0 + host / 2) if host else 0.9)
+            room, most = fill * worker.kv_tokens, max(fill, (1.0 + fill) / 2) * worker.kv_tokens
+        self._sets[worker.name] = WorkingSet(room, most)
+
+    def lose(self, name: str) -> None:
+        super().lose(name)
+        self._sets.pop(name, None)
+        self._dirty.discard(name)
+
+    # ------------------------------------------------------------------------------------------------------ hooks
+
+    def _added(self, job: Job) -> None:
+        job.priority = PARKED
+        super()._added(job)
+        self._put(job)
+        self._spread(job.group)
+
+    def _started(self, job: Job) -> None:
+        self._put(job)
+
+    def _ready(self, job: Job) -> None:
+        first = job.turns == 0
+        super()._ready(job)
+        if first:
+            working = self._sets.get(job.worker)
+            if working is not None:
+                working.prompt(job.group.order, job.group.prompt_tokens)
+            self._spread(job.group)
+        self._put(job)
+        self._consider_move(job)
+
+    def _ended_turn(self, job: Job) -> None:
+        super()._ended_turn(job)
+        self._put(job)
+        self._spread(job.group)
+
+    def _removed(self, job: Job) -> None:
+        super()._removed(job)
+        self._drop(job, job.worker)
+        self._spread(job.group)
+        if not job.group.jobs:
+            self._keyed.pop(job.group.order, None)
+
+    def _moved(self, job: Job, origin: str) -> None:
+        self._drop(job, origin)
+        self._put(job)
+
+    def _estimate(self, job: Job) -> None:
+        super()._estimate(job)
+        if job.trajectory_id in self.jobs:
+            self._put(job)
+
+    def _regard(self, group: JobGroup) -> None:
+        self._spread(group)
+        for job in group.jobs.values():
+            if job.priority is not PARKED:
+                self._admit(job)
+
+    # ------------------------------------------------------------------------------------------------ working set
+
+    def _group_key(self, group: JobGroup) -> Key:
+        if group.promoted:
+            return (0, float(group.oldest or 0), group.order)
+        standing = 1 if group in self.critical else 2
+        if self.by_admission:
+            return (standing, group.order, group.order)
+        return (standing, bucket(group.remaining, _STEP), group.order)
+
+    def _spread(self, group: JobGroup) -> None:
+        """When the group's place in the order changed, its jobs' keys follow."""
+        if not group.jobs:
+            return
+        key = self._group_key(group)
+        if self._keyed.get(group.order) != key:
+            self._keyed[group.order] = key
+            for job in group.jobs.values():
+                self._put(job)
+
+    def _put(self, job: Job) -> None:
+        working = self._sets.get(job.worker)
+        if working is None:
+            return
+        group = job.group
+        key = self._keyed.get(group.order) or self._group_key(group)
+        outside: Key = (*key, -bucket(job.expected_tokens, 1.3))
+        # A member is never put out for a sibling, and for another group only when that is clearly better.
+        favour = self._favour if key[0] else 0
+        inside: Key = (key[0], key[1] + favour, key[2], -math.inf)
+        prompt = group.prompt_tokens or self.prompt_tokens
+        held = max(0.0, job.context_tokens - prompt) + self.turn_tokens
+        growth = max(0.0, job.expected_context - job.context_tokens - self.turn_tokens)
+        working.put(
+            job.trajectory_id,
+            inside=inside,
+            outside=outside,
+            held=0.0 if job.phase is Phase.NEW else held,
+            reserved=held + self.settings.reserve * growth,
+            shared=group.order,
+            prompt_tokens=prompt,
+            new=job.phase is Phase.NEW,
+        )
+        self._dirty.add(job.worker)
+
+    def _drop(self, job: Job, worker: str) -> None:
+        working = self._sets.get(worker)
+        if working is not None:
+            working.drop(job.trajectory_id)
+            self._dirty.add(worker)
+
+    def _decide(self, now: float) -> None:
+        super()._decide(now)
+        for name in sorted(self._dirty):
+            working, worker = self._sets.get(name), self.workers.get(name)
+            if working is None or worker is None:
+                continue
+            openings = self.limits.max_trajectories - worker.open - working.pending
+            for trajectory_id in working.settle(openings):
+                job = self.jobs[trajectory_id]
+                if working.entries[trajectory_id].member:
+                    self._admit(job)
+                else:
+                    room = f"{working.reserved:.0f} tokens are reserved on {name}"
+                    self._set(job, PARKED, cause=f"no room: {room}; {self.why(job.group)}")
+        self._dirty.clear()
+
+    def _admit(self, job: Job) -> None:
+        priority = HIGH if self.is_high(job.group) else LOW
+        if priority is not job.priority:
+            self._set(job, priority, cause=self.why(job.group))
+
+    def _consider_move(self, job: Job) -> None:
+        """A pending turn that is parked goes where there is room for it."""
+        here = self.workers.get(job.worker)
+        if job.priority is not PARKED or here is None or not (self.settings.migration and here.migration):
+            return
+        entry = self._sets[here.name].entries[job.trajectory_id]
+        others = [w for w in self.workers.values() if w.migration and w.kv_tokens and w is not here]
+        target = max(others, key=lambda worker: self._sets[worker.name].free, default=None)
+        if target is None or not self._sets[target.name].fits(entry.reserved, job.group.prompt_tokens):
+            return
+        gap = (self._sets[target.name].free - self._sets[here.name].free) / target.kv_tokens
+        if (
+            gap > self.settings.move_gap + 2 * entry.reserved / target.kv_tokens
+            and target.open < self.limits.max_trajectories
+        ):
+            cause = f"parked here, and {self._sets[target.name].free:.0f} tokens are free on {target.name}"
+            self.moves.append(Move(job=job, to=target.name, cause=cause))
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        for working in self._sets.values():
+            working.check_invariants()
+
+
+class OraclePolicy(VenusPolicy):
+    """The same with true lengths: the bound that estimates can be compared with."""

@@ -13,7 +13,7 @@ import torch
 
 from envclient.base.configs import to_yaml
 from megatron_venus.checkpoint_index import find_all, find_latest
-from megatron_venus.config import ActorConfig, ParallelConfig, VenusConfig
+from megatron_venus.config import ActorConfig, LossConfig, ParallelConfig, VenusConfig
 from megatron_venus.hf_folder import read_weights
 from megatron_venus.weight_map import checksum
 from rollout.config import FactoryConfig, ModelConfig, RolloutConfig, RunConfig
@@ -28,6 +28,7 @@ def run_actor(
     *,
     ranks: int = 1,
     parallel: ParallelConfig | None = None,
+    loss: LossConfig | None = None,
     resume_step: int = -1,
     **run: object,
 ) -> subprocess.CompletedProcess[str]:
@@ -36,7 +37,13 @@ def run_actor(
         run=RunConfig(**{"steps": len(coordinator.batches)} | run),  # type: ignore[arg-type]
         model=ModelConfig(path=str(model), context_length=128),
         rollout=RolloutConfig(tasks=nothing, agent=nothing),
-        actor=ActorConfig(ranks=ranks, parallel=parallel or ParallelConfig(), poll_s=1.0, micro_batch_tokens=128),
+        actor=ActorConfig(
+            ranks=ranks,
+            parallel=parallel or ParallelConfig(),
+            loss=loss or LossConfig(),
+            poll_s=1.0,
+            micro_batch_tokens=128,
+        ),
     )
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))

@@ -139,7 +139,8 @@ class Actor:
             )
             param.copy_(shards.part_of(name, whole, self.layout.tensor_rank, tensor))
             dim = shards.cut_dim(name)
-            if tensor > 1 and (dim is not None or shards.is_expert(name)):
+            cut = dim is not None or shards.is_expert(name)
+            if tensor > 1 and cut and not hasattr(param, "tensor_model_parallel"):
                 # Megatron marks a parameter when it initialises it; its gradient norm counts only the first of several
                 # tensor-parallel processes' unmarked ones.
                 set_tensor_model_parallel_attributes(param, True, dim or 0, 1)

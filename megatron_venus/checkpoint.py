@@ -6,6 +6,7 @@ stored `fully_reshardable`, so another number of replicas can resume; at the sam
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -25,6 +26,7 @@ from megatron_venus.adapters.megatron import Actor
 from megatron_venus.checkpoint_index import Checkpoint, Manifest, checkpoint_dir, find_all, write_manifest
 from megatron_venus.hf_folder import write_weights
 from megatron_venus.weight_map import checksum
+from rollout.rope import Rope
 
 log = logging.getLogger("venus.checkpoint")
 _CONTENT = {
@@ -36,11 +38,15 @@ _CONTENT = {
 
 def _state(actor: Actor, *, loading: bool) -> dict[str, Any]:
     metadata = _CONTENT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = actor.model.sharded_state_dict(metadata=metadata)
-    return {
-        "model": model,
-        "optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+    models = {
+        _model_key(index, actor): chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(actor.chunks)
     }
+    return models | {"optimizer": actor.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)}
+
+
+def _model_key(index: int, actor: Actor) -> str:
+    return "model" if len(actor.chunks) == 1 else f"model{index}"
 
 
 def _random_states() -> dict[str, Any]:
@@ -72,12 +78,24 @@ def save(run_dir: Path, step: int, actor: Actor, nonfinite_steps: int, *, hf_sou
         TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
         content_metadata=_CONTENT,
     )
+    weights: dict[str, torch.Tensor] = {}
+    if actor.layout.replica == 0:
+        for name, tensor in actor.hf_tensors():
+            if leader:
+                weights[name] = tensor
     if leader:
-        weights = dict(actor.hf_tensors())
         write_weights(folder / "hf", weights, hf_source)
+        _keep_rope(folder / "hf" / "config.json", actor.rope)
         _complete(folder, step, {name: checksum(tensor) for name, tensor in weights.items()})
         _retain(run_dir, keep)
     dist.barrier()
+
+
+def _keep_rope(path: Path, rope: Rope) -> None:
+    """Positions stretched by the run's config belong to the exported model."""
+    config = json.loads(path.read_text())
+    if changed := rope.config_fields(config):
+        path.write_text(json.dumps(config | changed, indent=2) + "\n")
 
 
 def _complete(folder: Path, step: int, weights: dict[str, str]) -> None:
@@ -107,7 +125,8 @@ def load(checkpoint: Checkpoint, actor: Actor) -> int:
         VenusError: the restored weights are not those of the manifest.
     """
     state = dist_checkpointing.load(_state(actor, loading=True), str(checkpoint.megatron_dir))
-    actor.model.load_state_dict(state["model"])
+    for index, chunk in enumerate(actor.chunks):
+        chunk.load_state_dict(state[_model_key(index, actor)])
     with torch.no_grad():
         actor.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"]["torch"])

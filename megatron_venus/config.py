@@ -27,15 +27,62 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True)
-class LossConfig:
-    """GRPO's clipped objective."""
+class KlConfig:
+    """KL(π_θ ‖ π_ref); the reference is `model.path`'s weights, kept as a frozen copy."""
 
+    place: str = "none"
+    """`none`; `loss`: a term of the token loss; `reward`: subtracted from the reward before the advantage."""
+    estimator: str = "k3"
+    """`k1` (−d), `k2` (d² / 2) or `k3` (exp(d) − 1 − d), d = log π_ref − log π_θ."""
+    coefficient: float = 0.001
+    """β."""
+    weighted: bool = True
+    """In the loss: the estimate times π_θ/π_old, whose gradient is the KL's. False: DeepSeekMath's plain estimate."""
+
+
+@dataclass(kw_only=True)
+class CorrectionConfig:
+    """What is done about tokens whose log-prob in the engine (μ) is not the trainer's (π_old); ρ = π_old / μ."""
+
+    weight: str = "none"
+    """`none`, or a factor on the policy loss: `tis` (ρ cut to [low, high]), `icepop` (ρ inside [low, high], else 0),
+    `seq_tis`, `seq_mis` (the same two with the product of ρ over the sequence)."""
+    low: float = 0.0
+    """Lower bound of the weight; IcePop's published range is 0.5 to 2."""
+    high: float = 2.0
+    """Upper bound of the weight (C, β)."""
+    reject: str = "none"
+    """`none`, or whole sequences leave the loss: `geometric` (exp(mean log ρ) outside [reject_low, reject_high]), `k3`
+    (mean of ρ − 1 − log ρ above reject_k3)."""
+    reject_low: float = 0.99
+    reject_high: float = 1.01
+    reject_k3: float = 0.01
+    """Nats a token."""
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """Objective, aggregation, correction and KL of the policy loss."""
+
+    algorithm: str = "grpo"
+    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo` or `reinforce_plus_plus`: the objective of a token."""
     clip_low: float = 0.2
     """ε below: ratios under 1 − ε are clipped where the advantage is negative."""
     clip_high: float = 0.28
     """ε above (DAPO's clip-higher)."""
+    dual_clip: float = 0.0
+    """c > 1: for negative advantages the loss is at most −c·A (3 is common); 0: off."""
     aggregation: str = "token-mean"
-    """`token-mean` over the global batch; other aggregations come with the actor's own issue."""
+    """Over the global batch: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean` or `seq-mean-token-sum-norm`."""
+    norm_tokens: int = 0
+    """Constant length, in tokens, of `seq-mean-token-sum-norm` (Dr.GRPO), for example the longest response."""
+    updates_per_batch: int = 1
+    """Optimizer updates a batch, each on its own part of the batch's groups. Above 1 the batch is kept, and π_old is
+    computed as groups arrive."""
+    bypass: bool = False
+    """π_old := μ, the engine's log-probs: ratios then contain the mismatch between engine and trainer."""
+    kl: KlConfig = field(default_factory=KlConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
 
 @dataclass(kw_only=True)
@@ -51,11 +98,40 @@ class SyncConfig:
 
 
 @dataclass(kw_only=True)
+class ParallelConfig:
+    """How one replica of the model is laid over processes; what is left of `actor.ranks` are replicas."""
+
+    tensor: int = 1
+    """Processes that share every layer's heads, feed-forward and the vocabulary."""
+    sequence: bool = False
+    """Also split norms and residuals over the tensor-parallel processes (sequence parallelism)."""
+    pipeline: int = 1
+    """Stages that the layers are cut into."""
+    virtual_stages: int = 1
+    """Pieces of every stage, run in turn (interleaved schedule)."""
+    context: int = 1
+    """Processes that share every sequence's tokens."""
+    expert: int = 1
+    """Processes that share every layer's experts; beyond tensor · context, a replica is several lanes fed together."""
+    recompute: bool = False
+    """Compute every layer's activations again in the backward pass instead of keeping them."""
+
+    def replica_ranks(self) -> int:
+        """Processes of one replica: all that a collective inside the model may span."""
+        return self.tensor * self.context * self.pipeline * self.lanes()
+
+    def lanes(self) -> int:
+        """Data-parallel copies of the dense layers in one replica."""
+        return max(1, self.expert // (self.tensor * self.context))
+
+
+@dataclass(kw_only=True)
 class ActorConfig:
     """The Megatron-core actor."""
 
     ranks: int = 1
-    """Processes under torchrun, each a data-parallel replica here."""
+    """Processes under torchrun."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_tokens: int = 4096
     """Token budget of one packed micro-batch."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -17,6 +17,7 @@ from envclient.base.errors import ConfigError
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -38,12 +39,23 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+def companions(folder: Path) -> list[Path]:
+    """The files of the checkpoint in `folder` beside its weights: config, tokenizer, chat template."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.suffix not in _WEIGHT_SUFFIXES
+        and not path.name.startswith(".")
+        and not path.name.endswith(".index.json")
+    ]
+
+
 def write_weights(folder: Path, weights: Mapping[str, Tensor], source: Path) -> None:
     """Make `folder` a checkpoint of `weights` with everything else (config, tokenizer) copied from `source`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors" and path.name != _INDEX:
-            shutil.copy2(path, folder / path.name)
+    for path in companions(source):
+        shutil.copy2(path, folder / path.name)
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()},
         folder / _WEIGHTS,

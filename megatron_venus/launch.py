@@ -26,6 +26,7 @@ from envclient.base.errors import ConfigError, PreflightError, VenusError, WireE
 from envclient.base.files import read_json, read_jsonl, write_atomic
 from envclient.base.ports import listen, port_of
 from envclient.base.wire import Client
+from megatron_venus import algorithms
 from megatron_venus.checkpoint_index import find_latest
 from megatron_venus.config import VenusConfig
 from megatron_venus.plots import plot_reward
@@ -120,7 +121,8 @@ def dry_run(config: VenusConfig, run_dir: Path) -> str:
         f"workers       {config.rollout.worker.count}, each with one engine of {config.rollout.worker.slots} slots",
         f"actor         {config.actor.ranks} rank(s) under torchrun",
     ]
-    return f"{to_yaml(config)}\nrun folder: {run_dir}\nprocesses, all on this machine:\n  " + "\n  ".join(roles)
+    text = f"{to_yaml(config)}\nrun folder: {run_dir}\nloss: {algorithms.summary(config)}"
+    return text + "\nprocesses, all on this machine:\n  " + "\n  ".join(roles)
 
 
 class Launcher:

@@ -8,7 +8,7 @@ positions from 0, so that no padding is computed. Prompt and tool tokens are con
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -33,17 +33,38 @@ class PackedBatch:
     """log μ: the engine's log-probs of the loss tokens."""
     advantages_N: Tensor
     """Of each loss token's sequence."""
+    sequence_N: Tensor
+    """Each loss token's sequence: its place in `lengths` and `members`. No sequence is split over two batches."""
+    members: list[int]
+    """Place of each packed sequence in what was given to `pack`."""
+    log_old_N: Tensor | None = None
+    """log π_old, where it is not the training forward itself; filled in by the gradient stream."""
+    log_ref_N: Tensor | None = None
+    """log π_ref, where KL is asked for; filled in by the gradient stream."""
+
+    @classmethod
+    def empty(cls) -> PackedBatch:
+        """One token and no loss: keeps a process in step with others that have a batch more."""
+        none, zero = torch.zeros(0), torch.zeros(1, dtype=torch.long)
+        return cls(
+            input_ids_T=zero,
+            position_ids_T=zero,
+            lengths=[1],
+            rows_N=none.long(),
+            targets_N=none.long(),
+            behaviour_N=none,
+            advantages_N=none,
+            sequence_N=none.long(),
+            members=[],
+        )
 
     def to(self, device: torch.device) -> PackedBatch:
-        return PackedBatch(
-            input_ids_T=self.input_ids_T.to(device),
-            position_ids_T=self.position_ids_T.to(device),
-            lengths=self.lengths,
-            rows_N=self.rows_N.to(device),
-            targets_N=self.targets_N.to(device),
-            behaviour_N=self.behaviour_N.to(device),
-            advantages_N=self.advantages_N.to(device),
-        )
+        moved = {
+            entry.name: value.to(device)
+            for entry in fields(self)
+            if isinstance(value := getattr(self, entry.name), Tensor)
+        }
+        return replace(self, **moved)
 
 
 def check(sequence: TrainSequence) -> None:
@@ -75,27 +96,29 @@ def pack(sequences: Sequence[TrainSequence], budget_tokens: int) -> list[PackedB
 
     Sequences without a loss token are left out. Long ones come first: equal lengths then meet, which attention likes.
     """
-    waiting = [(needed_length(sequence), sequence) for sequence in sequences]
+    waiting = [(needed_length(sequence), member) for member, sequence in enumerate(sequences)]
     waiting = sorted((item for item in waiting if item[0]), key=lambda item: -item[0])
-    batches: list[list[tuple[int, TrainSequence]]] = []
+    batches: list[list[tuple[int, int]]] = []
     room = 0
-    for length, sequence in waiting:
+    for length, member in waiting:
         if not batches or length > room:
             batches.append([])
             room = budget_tokens
-        batches[-1].append((length, sequence))
+        batches[-1].append((length, member))
         room -= length
-    return [_packed(batch) for batch in batches]
+    return [_packed(batch, sequences) for batch in batches]
 
 
-def _packed(items: Sequence[tuple[int, TrainSequence]]) -> PackedBatch:
+def _packed(items: Sequence[tuple[int, int]], sequences: Sequence[TrainSequence]) -> PackedBatch:
     ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
     behaviour: list[float] = []
     advantages: list[float] = []
-    for length, sequence in items:
+    owners: list[int] = []
+    for place_in_batch, (length, member) in enumerate(items):
+        sequence = sequences[member]
         start, prompt = len(ids), len(sequence.prompt_ids)
         ids += (sequence.prompt_ids + sequence.response_ids)[:length]
         positions += range(length)
@@ -105,6 +128,7 @@ def _packed(items: Sequence[tuple[int, TrainSequence]]) -> PackedBatch:
         targets += [sequence.response_ids[place] for place in loss_places]
         behaviour += [sequence.logprobs[place] for place in loss_places]
         advantages += [sequence.advantage] * len(loss_places)
+        owners += [place_in_batch] * len(loss_places)
     return PackedBatch(
         input_ids_T=torch.tensor(ids),
         position_ids_T=torch.tensor(positions),
@@ -113,4 +137,6 @@ def _packed(items: Sequence[tuple[int, TrainSequence]]) -> PackedBatch:
         targets_N=torch.tensor(targets),
         behaviour_N=torch.tensor(behaviour, dtype=torch.float32),
         advantages_N=torch.tensor(advantages, dtype=torch.float32),
+        sequence_N=torch.tensor(owners),
+        members=[member for _, member in items],
     )

@@ -19,7 +19,9 @@ from typing import Any
 
 from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
+from megatron_venus import algorithms, layout_rules
 from megatron_venus.config import VenusConfig
+from rollout.rope import check_context, rope_of
 from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES
 
 LIVE_POLICIES = tuple(name for name in POLICY_NAMES if name != "oracle")
@@ -50,6 +52,7 @@ def check_values(config: VenusConfig) -> None:
     for key, count in positive.items():
         if count < 1:
             raise ConfigError(f"{key}={count} must be at least 1", "raise it")
+    layout_rules.check_sizes(config.actor)
     if group.size < 2:
         raise ConfigError("rollout.group.size=1 has no baseline: every advantage would be 0", "use at least 2")
     if group.async_factor < 1.0:
@@ -63,11 +66,11 @@ def check_values(config: VenusConfig) -> None:
         "rollout.policy.order": (config.rollout.policy.order, POLICY_ORDERS),
         "rollout.group.on_lost_member": (group.on_lost_member, ("drop", "shrink")),
         "env.backend": (config.env.backend, ("process",)),
-        "actor.loss.aggregation": (config.actor.loss.aggregation, ("token-mean",)),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
             raise ConfigError(f"{key}={value!r} is not known", f"one of: {', '.join(allowed)}")
+    algorithms.check(config)
     for name, (low, high) in POLICY_RANGES.items():
         value = getattr(config.rollout.policy, name)
         if not low <= value <= high:
@@ -113,16 +116,14 @@ def check_model(config: VenusConfig) -> None:
             f"model.path={config.model.path!r}: config.json is not JSON: {error}", "mend or replace it"
         ) from None
     kinds = model.get("architectures") or []
-    if kinds != ["Qwen3ForCausalLM"]:
+    if kinds not in (["Qwen3ForCausalLM"], ["Qwen3MoeForCausalLM"]):
         raise ConfigError(
-            f"model.path={config.model.path!r}: architecture {kinds} is not supported", "use Qwen3ForCausalLM"
+            f"model.path={config.model.path!r}: architecture {kinds} is not supported",
+            "use Qwen3ForCausalLM or Qwen3MoeForCausalLM",
         )
-    positions = int(model.get("max_position_embeddings", 0))
-    if config.model.context_length > positions:
-        raise ConfigError(
-            f"model.context_length={config.model.context_length} is beyond the model's {positions} positions",
-            "lower it",
-        )
+    layout_rules.check_model(config.actor, model)
+    source = f"model.path={config.model.path!r}"
+    check_context(config.model.context_length, rope_of(model, config.model.yarn, source), source)
 
 
 def load_factory(key: str, name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""From config and checkpoint to the parts that the training loop moves. Called once by `train` on every replica."""
+"""From config and checkpoint to the parts that the training loop moves. Called once by `train` on every process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envclient.base.errors import ConfigError
+from megatron_venus import algorithms
 from megatron_venus.adapters import cpu
 from megatron_venus.checkpoint_index import Checkpoint
 from megatron_venus.config import VenusConfig
 from megatron_venus.rollout_log import RolloutLog
+from rollout.policy.advantages import AdvantageRule
+from rollout.rope import check_context, read_rope
 
 if TYPE_CHECKING:
+    from megatron_venus.adapters.export import WeightExport
+    from megatron_venus.adapters.layout import Layout
     from megatron_venus.grad_stream import GradientStream
     from megatron_venus.weight_sync import WeightSync
 
@@ -28,18 +32,18 @@ log = logging.getLogger("venus.setup")
 class Parts:
     """What the loop needs besides the coordinator."""
 
-    replica: int
+    layout: Layout
     stream: GradientStream
+    export: WeightExport
     sync: WeightSync
     rollouts: RolloutLog
     save: Callable[[int], None]
-    """Write the checkpoint of this step; every replica calls it."""
+    """Write the checkpoint of this step; every process calls it."""
 
 
 def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | None) -> Parts:
-    """Join the other replicas, build the model and load weights: the run's model, or all that `resume` holds."""
-    if config.actor.loss.aggregation != "token-mean":
-        raise ConfigError(f"actor.loss.aggregation={config.actor.loss.aggregation!r} is not known", "use token-mean")
+    """Join the other processes, build the model and load weights: the run's model, or all that `resume` holds."""
+    algorithms.check(config)
     # Megatron warns of every accelerator library that is not there (on a CPU machine all of them) and logs its configs.
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
@@ -48,21 +52,23 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     cpu.install()
 
     from megatron_venus import checkpoint, hf_folder, weight_map
-    from megatron_venus.adapters.megatron import Actor, join_process_group
+    from megatron_venus.adapters import layout as layouts
+    from megatron_venus.adapters.export import WeightExport
+    from megatron_venus.adapters.megatron import Actor
     from megatron_venus.grad_stream import GradientStream
+    from megatron_venus.reference import FrozenReference
     from megatron_venus.weight_sync import WeightSync
 
-    join_process_group()
     model, actor_config = config.model, config.actor
+    layout = layouts.join(actor_config.parallel)
     source = Path(model.path)
     arch = weight_map.read_architecture(source)
-    if model.context_length > arch.max_positions:
-        raise ConfigError(
-            f"model.context_length={model.context_length} exceeds the model's {arch.max_positions} positions",
-            "lower it",
-        )
+    rope = read_rope(source, model.yarn)
+    check_context(model.context_length, rope, model.path)
     weights = hf_folder.read_weights(source)
-    actor = Actor(arch, weights, actor_config.optimizer, dtype=model.dtype, seed=config.run.seed)
+    actor = Actor(arch, weights, actor_config.optimizer, layout, rope=rope, dtype=model.dtype, seed=config.run.seed)
+    # Before a checkpoint is loaded: the reference is what the run started from.
+    reference = FrozenReference(actor.chunks) if actor_config.loss.kl.place != "none" else None
     nonfinite_steps = checkpoint.load(resume, actor) if resume else 0
     if resume:
         log.info("resumed from the checkpoint of step %d", resume.step)
@@ -73,16 +79,21 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
         temperature=config.rollout.sampling.temperature,
         micro_batch_tokens=actor_config.micro_batch_tokens,
         skip_zero_advantage=actor_config.skip_zero_advantage,
+        advantage=AdvantageRule.from_config(config.rollout.advantage),
+        reference=reference,
         nonfinite_steps=nonfinite_steps,
     )
+
+    log.info("loss: %s", algorithms.summary(config))
 
     def save(step: int) -> None:
         keep = actor_config.keep_checkpoints
         checkpoint.save(run_dir, step, actor, stream.nonfinite_steps, hf_source=source, keep=keep)
 
-    sync = WeightSync(actor.hf_tensors, actor_config.sync, token)
-    rollouts = RolloutLog(run_dir, actor.replica, config.run.save_rollouts)
-    return Parts(replica=actor.replica, stream=stream, sync=sync, rollouts=rollouts, save=save)
+    export = WeightExport(actor)
+    sync = WeightSync(export.tensors, actor_config.sync, token)
+    rollouts = RolloutLog(run_dir, layout.replica, config.run.save_rollouts and layout.head)
+    return Parts(layout=layout, stream=stream, export=export, sync=sync, rollouts=rollouts, save=save)
 
 
 def _use_loopback_if_nameless() -> None:
@@ -94,7 +105,7 @@ def _use_loopback_if_nameless() -> None:
 
 
 def leave() -> None:
-    """Wait for the other replicas, then leave the process group."""
+    """Wait for the other processes, then leave the process group."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -1,8 +1,9 @@
 """THE training loop: pull groups, add their gradients, step, send the weights, again.
 
-Started by the launcher under torchrun, one process a replica: `python -m megatron_venus.train --run-dir DIR
---coordinator URL --resume-step S`. Every replica pulls groups at its own pace; rank 0 alone speaks for the actor.
-Weight version s is the one that optimizer step s made. A kill at any moment is safe: the last manifest is what counts.
+Started by the launcher under torchrun: `python -m megatron_venus.train --run-dir DIR --coordinator URL
+--resume-step S`. Every replica (one process, or those that share a model) pulls groups at its own pace; rank 0 alone
+speaks for the actor. Weight version s is the one that optimizer step s made. A kill at any moment is safe: the last
+manifest is what counts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoi
     """Make optimizer steps until `run.steps`, or until the tasks are used up."""
     run, token = config.run, token_from_environment()
     parts = setup.build(config, run_dir, token, resume)
-    link = CoordinatorLink(coordinator, token, parts.replica, config.actor)
-    leader = parts.replica == 0
+    link = CoordinatorLink(coordinator, token, parts.layout.replica, config.actor)
+    leader = parts.layout.head and parts.layout.replica == 0
     made = saved = resume.step if resume else 0
     if leader and run.eval_before and made == 0:
         link.evaluate("before", 0)
@@ -42,6 +43,7 @@ def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoi
         if leader:
             link.report_step(step, skipped=result.skipped, counts=counts, metrics=result.metrics | seconds)
             link.end_sync(step, parts.sync.send(step, link.begin_sync(step)))
+        parts.export.finish()
         made = step
         if run.checkpoint_every and step % run.checkpoint_every == 0:
             parts.save(step)
@@ -60,13 +62,15 @@ def add_groups(step: int, link: CoordinatorLink, parts: setup.Parts, seconds: di
     """Stream this replica's share of the batch into the gradient, until the coordinator closes it."""
     while True:
         started = time.monotonic()
-        group = link.next_group(step)
+        group = parts.layout.share(lambda: link.next_group(step))
         arrived = time.monotonic()
         seconds["time/wait_s"] += arrived - started
         if isinstance(group, BatchClosed):
             return group.counts
-        link.acknowledge(group, parts.stream.add(group))
-        parts.rollouts.write(group)
+        tokens = parts.stream.add(group)
+        if parts.layout.head:
+            link.acknowledge(group, tokens)
+            parts.rollouts.write(group)
         seconds["time/train_s"] += time.monotonic() - arrived
 
 

@@ -1,18 +1,22 @@
-"""Names and shapes: one Qwen3 model as Hugging Face, Megatron-core and the engine each lay it out.
+"""Names and shapes: one model as Hugging Face, Megatron-core and the engine each lay it out.
 
 Enters: a Hugging Face `config.json` or tensors under one layout's names. Leaves: the same tensors under another's.
 Called by the actor (load, export, weight sync), by checkpoints and by `ckpt_tools`. Pure torch: no Megatron import, no
-process group; a tensor here is always whole, never a parallel rank's part.
+process group; a tensor here is always whole, never a parallel rank's part. Known: Qwen3 (dense and MoE), Qwen2.5
+(query, key and value biases, no head norms) and Llama 3 (neither); the actor builds only what `check_actor` lets pass.
 
 Layouts of one dense layer (h hidden, H query heads, G key-value heads, d head size, f feed-forward):
 * Hugging Face: q [H·d, h], k and v [G·d, h], gate and up [f, h], every norm by itself.
 * Megatron: `linear_qkv` holds, per key-value group, its H/G query heads, then its k, then its v; `linear_fc1` is gate
   over up; Transformer Engine spells the fused norms `linear_qkv.layer_norm_weight` and `linear_fc1.layer_norm_weight`.
 * SGLang: `qkv_proj` is q over k over v, `gate_up_proj` is gate over up; zero rows fill the vocabulary up to 64s.
+An expert is a small feed-forward of its own, in both layouts. So every Megatron parameter is a sequence of whole rows
+of Hugging Face tensors: `row_runs` says which, and all else follows from it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -26,51 +30,71 @@ from torch import Tensor
 
 from envclient.base.errors import ConfigError, InvariantError
 
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+"""Values of `model_type` in config.json that the map knows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Shape of a dense Qwen3 model; everything that the three layouts need to know."""
+    """Shape of a decoder-only model; everything that the three layouts need to know."""
 
+    family: str = "qwen3"
+    """One of `FAMILIES`."""
     layers: int
     hidden: int
     feed_forward: int
+    """Of a dense layer; an expert's is `expert_feed_forward`."""
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
     max_positions: int
     rope_theta: float
+    rope_type: str = "default"
+    """`default`, or the kind of scaling in config.json (`llama3`, `yarn`, …), which only concerns the forward pass."""
     norm_eps: float
     tied: bool
     """The output layer is the embedding, transposed; then there is no `lm_head.weight`."""
+    qk_norm: bool = True
+    """Queries and keys are normalised per head."""
+    qkv_bias: bool = False
+    experts: int = 0
+    """Of every layer; 0: dense."""
+    experts_per_token: int = 0
+    expert_feed_forward: int = 0
+    router_normalised: bool = True
+    """The weights of a token's experts sum to 1."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> Architecture:
         """Of the parsed `config.json` of `source`.
 
         Raises:
-            ConfigError: another architecture, or a feature (rope scaling, sliding window, biases) that we do not build.
+            ConfigError: another architecture, or a feature (sliding window, other biases) that the map does not know.
         """
 
-        def refuse(field: str, value: object) -> ConfigError:
+        def refuse(field: str, value: object, remedy: str = "") -> ConfigError:
             return ConfigError(
-                f"model {source}: config.json {field} = {value!r} is not supported", "use a dense Qwen3 model"
+                f"model {source}: config.json {field} = {value!r} is not supported",
+                remedy or f"use one of the families {', '.join(FAMILIES)}",
             )
 
-        if config.get("model_type") != "qwen3":
-            raise refuse("model_type", config.get("model_type"))
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise refuse("model_type", family)
         # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise refuse("rope type", kind)
-        for field in ("attention_bias", "use_sliding_window"):
+        for field in ("attention_bias", "mlp_bias", "use_sliding_window", "mlp_only_layers", "quantization_config"):
             if config.get(field):
-                raise refuse(field, config[field])
+                raise refuse(field, config[field], "use a plain checkpoint of that family")
         if config.get("hidden_act", "silu") != "silu":
             raise refuse("hidden_act", config["hidden_act"])
+        moe = family == "qwen3_moe"
+        if moe and config.get("decoder_sparse_step", 1) != 1:
+            raise refuse("decoder_sparse_step", config["decoder_sparse_step"], "every layer must have experts")
         try:
             return cls(
+                family=family,
                 layers=config["num_hidden_layers"],
                 hidden=config["hidden_size"],
                 feed_forward=config["intermediate_size"],
@@ -80,37 +104,77 @@ class Architecture:
                 vocabulary=config["vocab_size"],
                 max_positions=config["max_position_embeddings"],
                 rope_theta=float(config.get("rope_theta") or rope["rope_theta"]),
+                rope_type=rope.get("rope_type", rope.get("type", "default")),
                 norm_eps=config["rms_norm_eps"],
                 tied=bool(config.get("tie_word_embeddings", False)),
+                qk_norm=family in ("qwen3", "qwen3_moe"),
+                qkv_bias=family == "qwen2",
+                # transformers 5 writes num_local_experts, the models' own configs num_experts.
+                experts=(config.get("num_experts") or config["num_local_experts"]) if moe else 0,
+                experts_per_token=config["num_experts_per_tok"] if moe else 0,
+                expert_feed_forward=config["moe_intermediate_size"] if moe else 0,
+                router_normalised=bool(config.get("norm_topk_prob", False)) if moe else True,
             )
         except KeyError as error:
             raise ConfigError(f"model {source}: config.json has no {error}", "use a complete checkpoint") from None
 
+    def check_actor(self, source: str) -> None:
+        """Refuse what the actor does not build, though the map knows its weights.
+
+        Raises:
+            ConfigError: names the field of config.json.
+        """
+        built = {
+            "model_type": (self.family, ("qwen3", "qwen3_moe")),
+            # `rollout.rope` reads the numbers of a scaling.
+            "rope type": (self.rope_type, ("default", "yarn")),
+        }
+        for field, (value, known) in built.items():
+            if value not in known:
+                raise ConfigError(
+                    f"model {source}: config.json {field} = {value!r} is not supported", "use a Qwen3 model"
+                )
+
 
 def read_architecture(folder: Path) -> Architecture:
-    """Architecture of the Hugging Face checkpoint in `folder`.
+    """Architecture of the Hugging Face checkpoint in `folder`, for the actor.
 
     Raises:
-        ConfigError: no such folder or config, or an architecture we do not build.
+        ConfigError: no such folder or config, or an architecture that the actor does not build.
+    """
+    arch = architecture_in(folder, "model.path")
+    arch.check_actor(str(folder))
+    return arch
+
+
+def architecture_in(folder: Path, option: str) -> Architecture:
+    """Architecture of any known checkpoint in `folder`, which the user named by `option`.
+
+    Raises:
+        ConfigError: no such folder or config, or an architecture that the map does not know.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"model.path {str(folder)!r} has no config.json", "name the folder of a Hugging Face checkpoint"
+            f"{option} {str(folder)!r} has no config.json", "name the folder of a Hugging Face checkpoint"
         )
-    return Architecture.from_hf(json.loads(path.read_text()), str(folder))
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}", "use a complete checkpoint") from None
+    return Architecture.from_hf(config, str(folder))
 
 
 # (Megatron's name in a layer, Hugging Face's) of the tensors that both hold alike.
-_ALIKE = (
-    ("input_layernorm.weight", "input_layernorm.weight"),
-    ("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    ("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
-    ("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
-    ("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-    ("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
-)
-_ALIKE_TO_HF = dict(_ALIKE)
+_ALIKE = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
 _TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -121,15 +185,51 @@ _TE_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    """(Hugging Face prefix of the layer, Megatron's name inside it) of a layer's parameter."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Consecutive rows of a Hugging Face tensor (numbers, where the tensor has one dimension)."""
+
+    tensor: str
+    start: int
+    rows: int
+
+
+def row_runs(name: str, arch: Architecture) -> list[Run]:
+    """What Megatron parameter `name` holds, from its first row to its last; runs of one tensor ascend."""
+    a = arch
+    if name in _TOP:
+        return [Run(tensor=_TOP[name], start=0, rows=a.hidden if "norm" in name else a.vocabulary)]
     match = _LAYER.fullmatch(name)
     if match is None:
         raise InvariantError(f"Megatron parameter {name!r} has no place in the weight map")
-    inner = match[2]
-    return f"model.layers.{match[1]}.", _TE_NAMES.get(inner, inner)
+    prefix, inner = f"model.layers.{match[1]}.", _TE_NAMES.get(match[2], match[2])
+    inner = _GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", inner)
+    feed_forward = a.feed_forward
+    if a.experts and (expert := _EXPERT.fullmatch(inner)):
+        prefix += f"mlp.experts.{expert[1]}."
+        inner, feed_forward = f"mlp.{expert[2]}.weight", a.expert_feed_forward
+        if expert[2] == "linear_fc2":
+            return [Run(tensor=prefix + "down_proj.weight", start=0, rows=a.hidden)]
+    elif inner == "mlp.linear_fc1.weight":
+        prefix += "mlp."
+    if inner in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
+        kind = inner.rpartition(".")[2]
+        rows = {"q": a.heads // a.kv_heads * a.head_dim, "k": a.head_dim, "v": a.head_dim}
+        return [
+            Run(tensor=f"{prefix}self_attn.{letter}_proj.{kind}", start=group * rows[letter], rows=rows[letter])
+            for group in range(a.kv_heads)
+            for letter in "qkv"
+        ]
+    if inner == "mlp.linear_fc1.weight":
+        return [Run(tensor=f"{prefix}{part}_proj.weight", start=0, rows=feed_forward) for part in ("gate", "up")]
+    hf_name = prefix + _ALIKE.get(inner, "")
+    if inner not in _ALIKE or hf_name not in _shapes(arch):
+        raise InvariantError(f"Megatron parameter {name!r} has no place in the weight map")
+    return [Run(tensor=hf_name, start=0, rows=_shapes(arch)[hf_name][0])]
 
 
 def hf_from_megatron(name: str, tensor: Tensor, arch: Architecture) -> dict[str, Tensor]:
@@ -137,59 +237,73 @@ def hf_from_megatron(name: str, tensor: Tensor, arch: Architecture) -> dict[str,
 
     Also right for anything shaped like the parameter, such as its gradient.
     """
-    if name in _TOP:
-        return {_TOP[name]: tensor}
-    prefix, inner = _split_name(name)
-    if inner == "self_attention.linear_qkv.weight":
-        q_rows = arch.heads // arch.kv_heads * arch.head_dim
-        grouped = tensor.view(arch.kv_heads, q_rows + 2 * arch.head_dim, arch.hidden)
-        parts = grouped.split([q_rows, arch.head_dim, arch.head_dim], dim=1)
-        return {
-            f"{prefix}self_attn.{letter}_proj.weight": part.reshape(-1, arch.hidden)
-            for letter, part in zip("qkv", parts, strict=True)
-        }
-    if inner == "mlp.linear_fc1.weight":
-        gate, up = tensor.chunk(2, dim=0)
-        return {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
-    if inner not in _ALIKE_TO_HF:
-        raise InvariantError(f"Megatron parameter {name!r} has no place in the weight map")
-    return {prefix + _ALIKE_TO_HF[inner]: tensor}
+    runs = row_runs(name, arch)
+    parts: dict[str, list[Tensor]] = {}
+    for run, part in zip(runs, tensor.split([run.rows for run in runs]), strict=True):
+        parts.setdefault(run.tensor, []).append(part)
+    return {hf_name: whole[0] if len(whole) == 1 else torch.cat(whole) for hf_name, whole in parts.items()}
 
 
 def megatron_from_hf(name: str, weights: Mapping[str, Tensor], arch: Architecture) -> Tensor:
     """Megatron parameter `name` made of the Hugging Face `weights`; the inverse of `hf_from_megatron`."""
-    if name in _TOP:
-        return weights[_TOP[name]]
-    prefix, inner = _split_name(name)
-    if inner == "self_attention.linear_qkv.weight":
-        q, k, v = (
-            weights[f"{prefix}self_attn.{letter}_proj.weight"].view(arch.kv_heads, -1, arch.hidden) for letter in "qkv"
-        )
-        return torch.cat([q, k, v], dim=1).reshape(-1, arch.hidden)
-    if inner == "mlp.linear_fc1.weight":
-        return torch.cat([weights[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up")])
-    return weights[prefix + _ALIKE_TO_HF[inner]]
+    parts = [weights[run.tensor][run.start : run.start + run.rows] for run in row_runs(name, arch)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def megatron_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every Megatron parameter (names of the local layers) with its whole shape, in the model's order."""
+    inner = ["input_layernorm.weight", "self_attention.linear_qkv.weight"]
+    inner += ["self_attention.linear_qkv.bias"] if arch.qkv_bias else []
+    inner += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] if arch.qk_norm else []
+    inner += ["self_attention.linear_proj.weight", "pre_mlp_layernorm.weight"]
+    if arch.experts:
+        parts = [f"mlp.experts.local_experts.{n}.linear_fc{i}.weight" for n in range(arch.experts) for i in (1, 2)]
+        inner += ["mlp.router.weight", *parts]
+    else:
+        inner += ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+    names = ["embedding.word_embeddings.weight"]
+    names += [f"decoder.layers.{layer}.{part}" for layer in range(arch.layers) for part in inner]
+    names += ["decoder.final_layernorm.weight"] + ([] if arch.tied else ["output_layer.weight"])
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        runs = row_runs(name, arch)
+        shapes[name] = (sum(run.rows for run in runs), *_shapes(arch)[runs[0].tensor][1:])
+    return shapes
 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor of the Hugging Face checkpoint with its shape, in the model's order."""
-    a = arch
+    return dict(_shapes(arch))
+
+
+@functools.cache
+def _shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocabulary, a.hidden)}
+    q_rows, kv_rows = a.heads * a.head_dim, a.kv_heads * a.head_dim
+
+    def feed_forward(prefix: str, size: int) -> None:
+        for part in ("gate", "up"):
+            shapes[f"{prefix}{part}_proj.weight"] = (size, a.hidden)
+        shapes[f"{prefix}down_proj.weight"] = (a.hidden, size)
+
     for layer in range(a.layers):
         prefix = f"model.layers.{layer}."
-        shapes |= {
-            prefix + "self_attn.q_proj.weight": (a.heads * a.head_dim, a.hidden),
-            prefix + "self_attn.k_proj.weight": (a.kv_heads * a.head_dim, a.hidden),
-            prefix + "self_attn.v_proj.weight": (a.kv_heads * a.head_dim, a.hidden),
-            prefix + "self_attn.o_proj.weight": (a.hidden, a.heads * a.head_dim),
-            prefix + "self_attn.q_norm.weight": (a.head_dim,),
-            prefix + "self_attn.k_norm.weight": (a.head_dim,),
-            prefix + "mlp.gate_proj.weight": (a.feed_forward, a.hidden),
-            prefix + "mlp.up_proj.weight": (a.feed_forward, a.hidden),
-            prefix + "mlp.down_proj.weight": (a.hidden, a.feed_forward),
-            prefix + "input_layernorm.weight": (a.hidden,),
-            prefix + "post_attention_layernorm.weight": (a.hidden,),
-        }
+        for letter, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+            shapes[f"{prefix}self_attn.{letter}_proj.weight"] = (rows, a.hidden)
+            if a.qkv_bias:
+                shapes[f"{prefix}self_attn.{letter}_proj.bias"] = (rows,)
+        shapes[prefix + "self_attn.o_proj.weight"] = (a.hidden, q_rows)
+        if a.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (a.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (a.head_dim,)
+        if a.experts:
+            shapes[prefix + "mlp.gate.weight"] = (a.experts, a.hidden)
+            for expert in range(a.experts):
+                feed_forward(f"{prefix}mlp.experts.{expert}.", a.expert_feed_forward)
+        else:
+            feed_forward(f"{prefix}mlp.", a.feed_forward)
+        shapes[prefix + "input_layernorm.weight"] = (a.hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (a.hidden,)
     shapes["model.norm.weight"] = (a.hidden,)
     if not a.tied:
         shapes["lm_head.weight"] = (a.vocabulary, a.hidden)
@@ -204,16 +318,21 @@ def check_complete(weights: Mapping[str, Tensor], arch: Architecture, source: st
     Raises:
         ConfigError: names the tensor.
     """
-    expected = hf_shapes(arch)
-    extra = weights.keys() - expected.keys() - ({"lm_head.weight"} if arch.tied else set())
+    check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, arch, source)
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], arch: Architecture, source: str) -> None:
+    """`check_complete` for a checkpoint of which only the shapes are known."""
+    expected = _shapes(arch)
+    extra = found.keys() - expected.keys() - ({"lm_head.weight"} if arch.tied else set())
     for name in sorted(extra):
         raise ConfigError(f"model {source}: tensor {name!r} is unknown", "the checkpoint does not fit its config.json")
     for name, shape in expected.items():
-        if name not in weights:
+        if name not in found:
             raise ConfigError(f"model {source}: tensor {name!r} is missing", "use a complete checkpoint")
-        if tuple(weights[name].shape) != shape:
+        if found[name] != shape:
             raise ConfigError(
-                f"model {source}: tensor {name!r} has shape {tuple(weights[name].shape)}, not {shape}",
+                f"model {source}: tensor {name!r} has shape {found[name]}, not {shape}",
                 "the checkpoint does not fit its config.json",
             )
 
@@ -225,8 +344,9 @@ _ENGINE_VOCABULARY_STEP = 64
 def engine_name(hf_name: str) -> str:
     """Name of the engine parameter that holds (perhaps as one of several parts) the Hugging Face tensor `hf_name`."""
     for part, fused in (("q", "qkv"), ("k", "qkv"), ("v", "qkv"), ("gate", "gate_up"), ("up", "gate_up")):
-        if hf_name.endswith(f".{part}_proj.weight"):
-            return hf_name.removesuffix(f"{part}_proj.weight") + f"{fused}_proj.weight"
+        stem, _, kind = hf_name.rpartition(".")
+        if stem.endswith(f".{part}_proj"):
+            return f"{stem.removesuffix(f'{part}_proj')}{fused}_proj.{kind}"
     return hf_name
 
 

@@ -43,6 +43,18 @@ class RunConfig:
 
 
 @dataclass(kw_only=True)
+class YarnConfig:
+    """YaRN: positions beyond those that the model was trained with, alike in engine, actor and export."""
+
+    factor: float = 1.0
+    """The model's positions become `factor` · `original_length`; 1: as its config.json says."""
+    original_length: int = 0
+    """Positions before scaling; 0: config.json's `max_position_embeddings` (Qwen3: set 32768)."""
+    attention_factor: float = 0.0
+    """Scale of queries and keys; 0: the usual 0.1 · ln(factor) + 1."""
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """The policy model; one description for engine and actor."""
 
@@ -52,6 +64,7 @@ class ModelConfig:
     """`float32` or `bfloat16`."""
     context_length: int = 640
     """Tokens of prompt and response together, at most; a longer episode is TRUNCATED."""
+    yarn: YarnConfig = field(default_factory=YarnConfig)
 
 
 @dataclass(kw_only=True)
@@ -96,10 +109,19 @@ class GroupConfig:
 
 @dataclass(kw_only=True)
 class AdvantageConfig:
-    """GRPO's advantage: (R − mean) / (std + 1e-6), unbiased std."""
+    """GRPO's advantage by default: (R − mean) / (std + 1e-6) in the group, unbiased std."""
 
+    estimator: str = "group"
+    """`group`; `batch`: (R − mean) / std over the whole batch's tokens (REINFORCE++); `group_batch`: R − mean of the
+    group, then divided by the batch's std (REINFORCE++-baseline). The last two hold gradients until the batch ends."""
     normalise_std: bool = True
     """False: R − mean (Dr.GRPO)."""
+    overlong_tokens: int = 0
+    """DAPO's overlong penalty: generated tokens at which `overlong_factor` is taken from the reward; 0: none."""
+    overlong_buffer: int = 0
+    """Tokens below `overlong_tokens` over which the penalty grows linearly from 0."""
+    overlong_factor: float = 1.0
+    """The whole penalty, in units of reward."""
 
 
 @dataclass(kw_only=True)

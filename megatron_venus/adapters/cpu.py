@@ -50,6 +50,7 @@ def install() -> None:
     _patch_cuda_calls()
     _patch_random_states()
     _patch_adam()
+    _patch_expert_dispatch()
 
 
 def _called_by_megatron() -> bool:
@@ -204,3 +205,23 @@ def _patch_adam() -> None:
     optimizers.Adam = distrib_optimizer.Adam = CpuAdam
     optimizers.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def _patch_expert_dispatch() -> None:
+    """Tokens travel to their experts without the side stream on which a GPU copies the counts to the CPU."""
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    # Without Transformer Engine 0.16.1 leaves this name undefined, and the router asks for it.
+    moe_utils.te_general_gemm = None
+
+    def to_arrays(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits = getattr(self, name)
+                setattr(self, name, splits.numpy() if isinstance(splits, torch.Tensor) else splits)
+        return tokens_per_expert
+
+    # Anything but None: the constructor then makes no stream.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = False
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = to_arrays

@@ -1,110 +1,88 @@
-"""The policy as a Megatron-core model with its optimizer: one data-parallel replica per rank.
+"""The policy as a Megatron-core model with its optimizer: this process's part of one replica.
 
 Built once by `train`, from the Hugging Face folder that the engines load too. The gradient stream runs it forward and
-backward, weight sync and checkpoints read its weights under Hugging Face's names. On a GPU the layers are Transformer
-Engine's (not verified here), without one the local ones with `PackedSdpa`.
+backward, weight sync and checkpoints read its weights under Hugging Face's names. What tensor, pipeline, context and
+expert parallelism do to batches, log-probs and weights ends in this class: its callers see whole sequences and whole
+tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt import gpt_layer_specs as layer_specs
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_venus.adapters import shards
+from megatron_venus.adapters.layout import Layout
+from megatron_venus.adapters.model import PolicyModel, build_chunks, transformer_config
+from megatron_venus.adapters.slices import Slice, slice_of
 from megatron_venus.config import OptimizerConfig
+from megatron_venus.loss import token_log_probs
 from megatron_venus.packing import PackedBatch
 from megatron_venus.weight_map import Architecture, check_complete, hf_from_megatron, megatron_from_hf
+from rollout.rope import Rope
 
 log = logging.getLogger("venus.actor")
-COLLECTIVE_TIMEOUT_S = 3600.0
-"""A replica waits this long for another one; rank 0 may evaluate meanwhile, which takes minutes."""
-
-
-@dataclass(kw_only=True)
-class PackedParams(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a packed batch, with the lengths as plain numbers for `PackedSdpa`."""
-
-    lengths: list[int]
-
-
-class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPT model whose forward pass ends at the last norm; `logits_of` goes on from chosen rows only."""
-
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
-
-    def logits_of(self, rows_nh: Tensor) -> Tensor:
-        """[n, h] → [n, vocabulary]."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(rows_nh[:, None], weight=weight)
-        return logits[:, 0]
-
-
-def join_process_group() -> None:
-    """Rendezvous of the replicas (torchrun's environment) and Megatron's own groups."""
-    if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+LossOf = Callable[[PackedBatch, Tensor, Tensor], Tensor]
+"""(batch, log π [N], entropy [N]) → summed loss of a micro-batch."""
 
 
 class Actor:
-    """Model, gradient buffers and optimizer of this rank.
+    """Model pieces, gradient buffers and optimizer of this process.
 
-    `weights` must be the whole Hugging Face checkpoint; every rank passes the same.
+    `weights` must be the whole Hugging Face checkpoint; every process passes the same.
     """
 
     def __init__(
-        self, arch: Architecture, weights: dict[str, Tensor], optimizer: OptimizerConfig, *, dtype: str, seed: int
+        self,
+        arch: Architecture,
+        weights: dict[str, Tensor],
+        optimizer: OptimizerConfig,
+        layout: Layout,
+        *,
+        rope: Rope,
+        dtype: str,
+        seed: int,
     ) -> None:
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
         self.arch = arch
+        self.layout = layout
+        self.rope = rope
         self.dtype = getattr(torch, dtype)
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
-        self.replica: int = parallel_state.get_data_parallel_rank()
-        self.replicas: int = parallel_state.get_data_parallel_world_size()
-        config = _transformer_config(arch, self.dtype)
-        self.model = PolicyModel(
-            config=config,
-            transformer_layer_spec=_layer_spec(),
-            vocab_size=arch.vocabulary,
-            max_sequence_length=arch.max_positions,
-            share_embeddings_and_output_weights=arch.tied,
-            position_embedding_type="rope",
-            rotary_base=arch.rope_theta,
-        )
+        config = transformer_config(arch, self.dtype, layout.parallel)
+        self.chunks: list[PolicyModel] = build_chunks(arch, rope, config)
+        self._owners = self._all_names()
         self.load_weights(weights, "of the actor")
-        self.model.to(self.device)
         half = self.dtype != torch.float32
-        self.ddp = DistributedDataParallel(
-            config,
-            # Without overlap the sum over replicas happens once, in finalize_model_grads, when the batch is complete.
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-            Float16Module(config, self.model) if half else self.model,
-        )
+        self._wrapped = [
+            DistributedDataParallel(
+                config,
+                # Without overlap the sum over replicas happens once, in `reduce_gradient`, when the batch is complete.
+                DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+                Float16Module(config, chunk) if half else chunk,
+            )
+            for chunk in (chunk.to(self.device) for chunk in self.chunks)
+        ]
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -118,95 +96,229 @@ class Actor:
                 params_dtype=self.dtype,
                 use_distributed_optimizer=True,
             ),
-            [self.ddp],
+            self._wrapped,
         )
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """This process's parameters under their names in the whole model."""
+        parallel = self.layout.parallel
+        before = self.arch.experts // parallel.expert * self.layout.expert_rank
+        for chunk in self.chunks:
+            for name, param in chunk.named_parameters():
+                yield shards.global_name(name, chunk, before), param
+
+    def _all_names(self) -> list[tuple[str, int]]:
+        """Every parameter of the model with the stage that exports it, in the model's order; the same everywhere."""
+        mine = [name for name, _ in self._named_parameters()]
+        # With the experts of the same stage that other processes hold.
+        group = parallel_state.get_expert_model_parallel_group()
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, mine, group=group)
+        mine = list(dict.fromkeys(name for part in parts for name in part))
+        named: list[Any] = [None] * self.layout.parallel.pipeline
+        dist.all_gather_object(named, mine, group=parallel_state.get_pipeline_model_parallel_group())
+        owners = [(name, stage) for stage, names in enumerate(named) for name in names]
+        # With tied weights the last stage has a copy of the embedding, for the output layer.
+        return sorted(
+            ((name, stage) for name, stage in owners if not self._is_copy(name)), key=lambda item: _place(item[0])
+        )
+
+    def _is_copy(self, name: str) -> bool:
+        return self.arch.tied and name == "output_layer.weight"
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, Tensor], source: str) -> None:
         """Replace the model's weights (not the optimizer's master copy: only before the optimizer is built)."""
         check_complete(weights, self.arch, source)
-        for name, param in self.model.named_parameters():
-            param.copy_(megatron_from_hf(name, weights, self.arch))
+        tensor = self.layout.parallel.tensor
+        for name, param in self._named_parameters():
+            whole = megatron_from_hf(
+                "embedding.word_embeddings.weight" if self._is_copy(name) else name, weights, self.arch
+            )
+            param.copy_(shards.part_of(name, whole, self.layout.tensor_rank, tensor))
+            dim = shards.cut_dim(name)
+            cut = dim is not None or shards.is_expert(name)
+            if tensor > 1 and cut and not hasattr(param, "tensor_model_parallel"):
+                # Megatron marks a parameter when it initialises it; its gradient norm counts only the first of several
+                # tensor-parallel processes' unmarked ones.
+                set_tensor_model_parallel_attributes(param, True, dim or 0, 1)
 
+    @torch.no_grad()
     def hf_tensors(self, value: Callable[[Tensor], Tensor] = lambda param: param) -> Iterator[tuple[str, Tensor]]:
-        """`value` of every parameter (by default itself) under Hugging Face's names, detached; views where possible."""
-        for name, param in self.model.named_parameters():
-            yield from hf_from_megatron(name, value(param).detach(), self.arch).items()
+        """`value` of every parameter (by default itself), whole, under Hugging Face's names; detached, often views.
 
-    def output_rows(self, batch: PackedBatch) -> Tensor:
-        """The model's last hidden states at the rows that predict a loss token, [N, h]."""
-        offsets = torch.tensor([0, *batch.lengths], device=self.device).cumsum(0, dtype=torch.int32)
-        longest = max(batch.lengths)
-        params = PackedParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            lengths=batch.lengths,
+        Every process of the replica must run through it at the same time: one parameter is gathered after another.
+        """
+        mine = dict(self._named_parameters())
+        for name, stage in self._owners:
+            part = value(mine[name]).detach() if name in mine and stage == self.layout.stage else None
+            if stage == self.layout.stage and shards.is_expert(name):
+                part = self._of_expert(name, part)
+            whole = self._gathered(name, part, stage)
+            yield from hf_from_megatron(name, whole, self.arch).items()
+
+    def _of_expert(self, name: str, part: Tensor | None) -> Tensor:
+        """The expert's parameter, from the process that has the expert."""
+        owner = shards.expert_of(name) // (self.arch.experts // self.layout.parallel.expert)
+        return _broadcast(part, owner, parallel_state.get_expert_model_parallel_group(), self.device)
+
+    def _gathered(self, name: str, part: Tensor | None, stage: int) -> Tensor:
+        parallel = self.layout.parallel
+        whole = part
+        if part is not None and shards.cut_dim(name) is not None and parallel.tensor > 1:
+            parts = [torch.empty_like(part) for _ in range(parallel.tensor)]
+            dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+            whole = shards.whole_of(name, parts)
+        return _broadcast(whole, stage, parallel_state.get_pipeline_model_parallel_group(), self.device)
+
+    # --------------------------------------------------------------------------------------------------- gradient
+
+    def forward_backward(self, batches: Sequence[PackedBatch], loss_of: LossOf, temperature: float) -> None:
+        """Add the gradient of the summed losses. `loss_of` is called on the last stage, for every micro-batch once.
+
+        Every process of the replica calls it with the same batches. They are dealt to the replica's lanes, and where
+        processes would wait for one another, filled up with empty ones.
+        """
+        with contextlib.ExitStack() as stack:
+            for wrapped in self._wrapped:
+                stack.enter_context(wrapped.no_sync())
+            self._run(batches, loss_of, temperature, forward_only=False)
+
+    @torch.no_grad()
+    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """(log π [N], entropy [N]) of every batch, in order, on every process of the replica."""
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def keep(batch: PackedBatch, log_pi: Tensor, entropy: Tensor) -> Tensor:
+            found.append((log_pi.cpu(), entropy.cpu()))
+            return log_pi.sum()
+
+        self._run(batches, keep, temperature, forward_only=True)
+        layout = self.layout
+        lanes: list[Any] = [None] * dist.get_world_size(layout.peers)
+        dist.all_gather_object(lanes, (layout.lane, found) if layout.counts_losses else None, group=layout.peers)
+        by_lane = dict(lane for lane in lanes if lane is not None)
+        results = [by_lane[index % layout.lanes][index // layout.lanes] for index in range(len(batches))]
+        return [(log_pi.to(self.device), entropy.to(self.device)) for log_pi, entropy in results]
+
+    def _run(self, batches: Sequence[PackedBatch], loss_of: LossOf, temperature: float, *, forward_only: bool) -> None:
+        mine = [batch.to(self.device) for batch in self._dealt(batches)]
+        if not mine:
+            return
+
+        def step(source: Iterator[PackedBatch], wrapped: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            batch = next(source)
+            part = self._slice(batch)
+            hidden = wrapped(part.input_ids_t[None], part.position_ids_t[None], None, packed_seq_params=part.params)
+
+            def finish(hidden_T1h: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                tokens = torch.zeros((), dtype=torch.int)
+                if not len(batch.targets_N):
+                    return hidden_T1h.float().sum() * 0.0, tokens, {}
+                log_pi, entropy = self._log_probs(hidden_T1h, batch, part, temperature)
+                return loss_of(batch, log_pi, entropy), tokens, {}
+
+            return hidden, finish
+
+        sources = [iter(mine) for _ in self.chunks]
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=sources if len(sources) > 1 else sources[0],
+            model=self._wrapped if len(sources) > 1 else self._wrapped[0],
+            num_microbatches=len(mine),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
         )
-        hidden_T1h = self.ddp(batch.input_ids_T[None], batch.position_ids_T[None], None, packed_seq_params=params)
+
+    def _dealt(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """This lane's micro-batches: as many as the other lanes have, and a number that the schedule accepts."""
+        lanes, parallel = self.layout.lanes, self.layout.parallel
+        share = -(-len(batches) // lanes)
+        if parallel.virtual_stages > 1:
+            share = -(-share // parallel.pipeline) * parallel.pipeline
+        mine = list(batches[self.layout.lane :: lanes])
+        return mine + [PackedBatch.empty()] * (share - len(mine))
+
+    def _slice(self, batch: PackedBatch) -> Slice:
+        parallel = self.layout.parallel
+        return slice_of(
+            batch,
+            context=parallel.context,
+            context_rank=self.layout.context_rank,
+            sequence_parts=parallel.tensor if parallel.sequence else 1,
+        )
+
+    def _log_probs(
+        self, hidden_T1h: Tensor, batch: PackedBatch, part: Slice, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """log π and entropy of all N loss tokens, on every process that holds a part of the last stage."""
+        model, tensor = self.chunks[-1], self.layout.parallel.tensor
         # Float16Module hands float32 out; the output layer wants its own dtype back.
-        return hidden_T1h[:, 0].index_select(0, batch.rows_N).to(self.dtype)
+        rows = model.rows_of(hidden_T1h).index_select(0, part.rows_n).to(self.dtype)
+        group = parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None
+        log_pi, entropy = token_log_probs(
+            rows,
+            batch.targets_N[part.places_n],
+            model.logits_of,
+            self.arch.vocabulary // tensor,
+            temperature,
+            group,
+        )
+        if self.layout.parallel.context == 1:
+            return log_pi, entropy
+        # Each process has its own tokens' numbers: all get all of them, so that a loss may look at whole sequences.
+        context = parallel_state.get_context_parallel_group()
+        both = torch.stack([log_pi, entropy.detach()], 1)
+        spread = torch.zeros(len(batch.targets_N), 2, dtype=both.dtype, device=both.device)
+        both = reduce_from_tensor_model_parallel_region(spread.index_copy(0, part.places_n, both), group=context)
+        return both[:, 0], both[:, 1].detach()
+
+    def reduce_gradient(self, divisor: int) -> None:
+        """Sum the gradient over replicas and divide it by their divisors' sum. `divisor`: of this replica's groups."""
+        mine = divisor if self.layout.counts_groups else 0
+        finalize_model_grads(self._wrapped, torch.tensor(mine, dtype=torch.long, device=self.device))
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def gradient_is_finite(self) -> bool:
-        """Whether the reduced gradient of every replica is; all replicas get the same answer."""
+        """Whether the reduced gradient of every process is; all get the same answer."""
         flag = torch.tensor(
-            [0.0 if torch.isfinite(buffer.grad_data).all() else 1.0 for buffer in self._buffers()], device=self.device
+            [0.0 if torch.isfinite(buffer.grad_data).all() else 1.0 for buffer in self.buffers()], device=self.device
         ).amax()
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return flag.item() == 0.0
 
     def zero_gradient(self) -> None:
-        self.ddp.zero_grad_buffer()
+        for wrapped in self._wrapped:
+            wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _buffers(self) -> list[Any]:
-        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+    def buffers(self) -> list[Any]:
+        """Megatron's gradient buffers."""
+        return [buffer for wrapped in self._wrapped for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)]
 
 
-def _layer_spec() -> Any:
-    if torch.cuda.is_available():
-        return layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
-    from megatron_venus.adapters.attention import PackedSdpa
+def _broadcast(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor:
+    """The tensor of process `source` of the group, on every one of it."""
+    if group.size() > 1:
+        shape = [(tensor.shape, tensor.dtype) if tensor is not None else None]
+        dist.broadcast_object_list(shape, group=group, group_src=source)
+        assert shape[0] is not None
+        tensor = tensor.contiguous() if tensor is not None else torch.empty(shape[0][0], dtype=shape[0][1])
+        tensor = tensor.to(device)
+        dist.broadcast(tensor, group=group, group_src=source)
+    assert tensor is not None
+    return tensor
 
-    spec = layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedSdpa
-    return spec
 
-
-def _transformer_config(arch: Architecture, dtype: torch.dtype) -> TransformerConfig:
-    on_gpu = torch.cuda.is_available()
-    return TransformerConfig(
-        num_layers=arch.layers,
-        hidden_size=arch.hidden,
-        ffn_hidden_size=arch.feed_forward,
-        num_attention_heads=arch.heads,
-        num_query_groups=arch.kv_heads,
-        kv_channels=arch.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=True,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        # The gradient buffers hold plain sums: one division by the batch's tokens at the end, ALL loss terms included.
-        calculate_per_token_loss=True,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=on_gpu,
-        masked_softmax_fusion=on_gpu,
-        bias_activation_fusion=on_gpu,
-        bias_dropout_fusion=on_gpu,
-        apply_rope_fusion=on_gpu,
-    )
+def _place(name: str) -> tuple[int, int]:
+    """Order of parameters in the model: embedding, layers by number, the rest; stable within a layer."""
+    if name.startswith("embedding."):
+        return 0, 0
+    layer = shards.layer_of(name)
+    return (1, layer) if layer is not None else (2, 0)

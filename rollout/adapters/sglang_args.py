@@ -14,6 +14,7 @@ from typing import Any
 
 from envclient.base.errors import ConfigError
 from rollout.config import ModelConfig, WorkerConfig
+from rollout.rope import check_context, read_rope
 
 CPU_SITE = Path(__file__).parent / "sglang_cpu"
 CONTEXT_MARGIN = 16
@@ -42,7 +43,8 @@ def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfi
     """
     if model.dtype not in _DTYPES:
         raise ConfigError(f"model.dtype is {model.dtype!r}", f"choose one of {', '.join(_DTYPES)}")
-    _check_positions(model_path, model.context_length)
+    rope = read_rope(Path(model_path), model.yarn)
+    check_context(model.context_length, rope, model_path)
     fixed: dict[str, Any] = {
         "model-path": model_path,
         "host": "127.0.0.1",
@@ -67,6 +69,8 @@ def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfi
             "cuda-graph-backend-prefill": "disabled",
             "mem-fraction-static": 0.1,
         }
+    if rope.factor != 1.0:
+        fixed["json-model-override-args"] = json.dumps(rope.engine_override())
     given = {str(name).lstrip("-").replace("_", "-"): value for name, value in worker.engine_args.items()}
     for name in given:
         if name in fixed or name in ("port", "api-key", "admin-api-key", "config"):
@@ -80,16 +84,6 @@ def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfi
     for name, value in (defaults | given | fixed).items():
         argv += _argument(name, value)
     return argv
-
-
-def _check_positions(model_path: str, context_length: int) -> None:
-    path = Path(model_path) / "config.json"
-    try:
-        limit = json.loads(path.read_text())["max_position_embeddings"]
-    except (OSError, ValueError, KeyError):
-        raise ConfigError(f"{path} is missing or names no max_position_embeddings", "see model.path") from None
-    if context_length > limit:
-        raise ConfigError(f"model.context_length is {context_length}, {path} allows {limit}", "lower it")
 
 
 def _argument(name: str, value: Any) -> list[str]:

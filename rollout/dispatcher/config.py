@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from envclient.base.errors import ConfigError
+from rollout.policy.advantages import AdvantageRule
 from rollout.policy.settings import PolicyLimits, PolicySettings
 from rollout.types import Record
 
@@ -27,7 +28,7 @@ class DispatcherConfig(Record, frozen=True):
     on_lost_member: str = "drop"
     deadline_s: float = 600.0
     train_truncated: bool = True
-    normalise_std: bool = True
+    advantage: AdvantageRule = AdvantageRule()
     workers: int = 1
     """Nothing is admitted before so many workers have joined once: else the first one would get every group."""
     max_trajectories: int = 128
@@ -75,7 +76,7 @@ class DispatcherConfig(Record, frozen=True):
             on_lost_member=group.on_lost_member,
             deadline_s=group.deadline_s,
             train_truncated=group.train_truncated,
-            normalise_std=rollout.advantage.normalise_std,
+            advantage=AdvantageRule.from_config(rollout.advantage),
             workers=worker.count,
             max_trajectories=worker.max_trajectories,
             steps=steps,

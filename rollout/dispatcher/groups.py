@@ -12,7 +12,7 @@ from rollout.dispatcher.batch import Ages, TrainBatch
 from rollout.dispatcher.config import DispatcherConfig
 from rollout.dispatcher.pool import WorkerPool
 from rollout.dispatcher.records import Episode, EpisodeState, Group, GroupState
-from rollout.policy.advantages import group_advantages, rewards_equal
+from rollout.policy.advantages import rewards_equal
 from rollout.policy.base import Policy
 from rollout.policy.gate import Gate
 from rollout.policy.jobs import JobGroup
@@ -179,13 +179,14 @@ class Groups:
             self._close_untrained(group, PromptStatus.FILTERED, f"all rewards are {rewards[0]:g}", out)
             return
         self.generating -= 1
+        rule = self._config.advantage
         out.append(
             SealGroup(
                 group_id=group.group_id,
                 prompt_id=group.prompt_id,
                 task_id=group.task_id,
                 members=[episode.trajectory_id for episode in members],
-                advantages=group_advantages(rewards, normalise_std=self._config.normalise_std),
+                advantages=rule.of_group(rule.shaped(rewards, [episode.tokens for episode in members])),
             )
         )
         self._batch.add(group)

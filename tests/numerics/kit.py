@@ -1,11 +1,12 @@
 """What the numerics tests share: a tiny Qwen3 folder, groups of random trajectories, and the plain reference.
 
-Run as a module under torchrun it is one replica of a streamed batch: `python -m tests.numerics.kit CASES OUT`.
+Run as a module under torchrun it is one process of a streamed batch: `python -m tests.numerics.kit CASES OUT`.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,34 +18,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_venus.adapters import cpu
-from megatron_venus.config import LossConfig, OptimizerConfig
+from megatron_venus.config import LossConfig, OptimizerConfig, ParallelConfig
+from megatron_venus.reference import FrozenReference
+from rollout.config import YarnConfig
+from rollout.policy.advantages import AdvantageRule
+from rollout.rope import read_rope
 from rollout.types import BatchCounts, Record, TrainGroup, TrainSequence, VersionSpan
 
 VOCABULARY = 96
 
 
-def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
-    """A random Qwen3 with norms away from 1 (a mix-up shows) and logits that are not flat."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_model(folder: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, experts: int = 0) -> Path:
+    """A random Qwen3 (with experts: Qwen3-MoE, two a token) with norms away from 1 (a mix-up shows) and logits that are
+    not flat."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=256,
-            rms_norm_eps=1e-6,
-            rope_theta=10000.0,
-            tie_word_embeddings=tied,
-            attention_bias=False,
-            use_sliding_window=False,
-        )
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
+    if experts:
+        moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **moe))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "norm" in name:
@@ -100,23 +109,32 @@ def counts_of(groups: Sequence[TrainGroup]) -> BatchCounts:
     )
 
 
-def start_megatron() -> Any:
-    """Megatron in this process, as the only replica or under torchrun; returns its actor module."""
+def start_megatron(parallel: ParallelConfig | None = None) -> Any:
+    """Megatron in this process, as the only one or under torchrun; returns this process's place."""
     cpu.install()
-    from megatron_venus.adapters import megatron
+    from megatron_venus.adapters import layout
 
     if not dist.is_initialized() and "RANK" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    megatron.join_process_group()
-    return megatron
+    return layout.join(parallel or ParallelConfig())
 
 
-def make_actor(folder: Path, optimizer: OptimizerConfig | None = None, *, dtype: str = "float32") -> Any:
-    megatron = start_megatron()
+def make_actor(
+    folder: Path,
+    optimizer: OptimizerConfig | None = None,
+    *,
+    dtype: str = "float32",
+    parallel: ParallelConfig | None = None,
+    yarn: YarnConfig | None = None,
+) -> Any:
+    place = start_megatron(parallel)
     from megatron_venus import hf_folder, weight_map
+    from megatron_venus.adapters.megatron import Actor
 
     arch = weight_map.read_architecture(folder)
-    return megatron.Actor(arch, hf_folder.read_weights(folder), optimizer or OptimizerConfig(), dtype=dtype, seed=0)
+    weights = hf_folder.read_weights(folder)
+    rope = read_rope(folder, yarn or YarnConfig())
+    return Actor(arch, weights, optimizer or OptimizerConfig(), place, rope=rope, dtype=dtype, seed=0)
 
 
 def make_stream(actor: Any, **options: Any) -> Any:
@@ -124,7 +142,8 @@ def make_stream(actor: Any, **options: Any) -> Any:
 
     settings = {"temperature": 1.0, "micro_batch_tokens": 4096, "skip_zero_advantage": True} | options
     optimizer = settings.pop("optimizer", OptimizerConfig())
-    return GradientStream(actor, LossConfig(), optimizer, **settings)
+    loss = settings.pop("loss", LossConfig())
+    return GradientStream(actor, loss, optimizer, **settings)
 
 
 def capture_gradient(actor: Any) -> dict[str, Tensor]:
@@ -133,11 +152,12 @@ def capture_gradient(actor: Any) -> dict[str, Tensor]:
     check = actor.gradient_is_finite
 
     def capture() -> bool:
-        for buffer in actor.ddp.buffers:
+        for buffer in actor.buffers():
+            group = buffer.data_parallel_group
             for bucket in buffer.buckets:
-                # The distributed optimizer leaves a replica only its own part: put the parts together.
-                part = bucket.grad_data.chunk(actor.replicas)[actor.replica].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, part)
+                # The distributed optimizer leaves a process only its own part: put the parts together.
+                part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
         captured.update({name: grad.clone() for name, grad in actor.hf_tensors(lambda param: param.main_grad)})
         return check()
 
@@ -151,14 +171,40 @@ def reference_model(folder: Path) -> Any:
     Not by `from_pretrained`: beside an initialised process group transformers 5.12 leaves the rotary frequencies
     uninitialised.
     """
-    from transformers import AutoConfig, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_venus.hf_folder import read_weights
 
-    model = Qwen3ForCausalLM(AutoConfig.from_pretrained(folder))
-    missing = model.load_state_dict(read_weights(folder), strict=False)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    weights = read_weights(folder)
+    for name, _ in model.named_parameters():
+        if parts := expert_names(name, model.config):
+            weights[name] = torch.stack([torch.cat([weights.pop(part) for part in expert]) for expert in parts])
+    missing = model.load_state_dict(weights, strict=False)
     assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
     return model
+
+
+def expert_names(name: str, config: Any) -> list[list[str]]:
+    """For a parameter in which transformers fuses all experts: names of each expert's tensors, to be stacked."""
+    stem, _, fused = name.rpartition(".")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(fused, ())
+    return (
+        [[f"{stem}.{expert}.{kind}.weight" for kind in kinds] for expert in range(config.num_experts)] if kinds else []
+    )
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    """The gradients in a plain transformers model, under the names of its checkpoint."""
+    gradients: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        if parts := expert_names(name, model.config):
+            for expert, grad in zip(parts, param.grad, strict=True):
+                gradients |= dict(zip(expert, grad.chunk(len(expert)), strict=True))
+        else:
+            gradients[name] = param.grad
+    return gradients
 
 
 def reference_log_probs(model: Any, sequence: TrainSequence, temperature: float = 1.0) -> Tensor:
@@ -186,22 +232,33 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 
 
 class Case(Record):
-    """A batch for two replicas: replica 0 takes the groups named by `first`, in that order, replica 1 the rest."""
+    """A batch for two replicas: replica 0 takes the groups named by `first`, in that order, replica 1 the rest.
+
+    With one replica it takes those of `first`, then the rest.
+    """
 
     folder: str
     groups: list[TrainGroup]
     first: list[int]
     micro_batch_tokens: int
+    loss: LossConfig = msgspec.field(default_factory=LossConfig)
+    advantage: AdvantageRule = AdvantageRule()
+    parallel: ParallelConfig = ParallelConfig()
+    """All cases of one torchrun have the same."""
 
 
-def replica(cases: Path, out: Path) -> None:
+def process(cases: Path, out: Path) -> None:
     results = []
     for case in msgspec.msgpack.decode(cases.read_bytes(), type=list[Case]):
-        actor = make_actor(Path(case.folder))
-        stream = make_stream(actor, micro_batch_tokens=case.micro_batch_tokens)
+        actor = make_actor(Path(case.folder), parallel=case.parallel)
+        options: dict[str, Any] = {"loss": case.loss, "advantage": case.advantage}
+        if case.loss.kl.place != "none":
+            options["reference"] = FrozenReference(actor.chunks)
+        stream = make_stream(actor, micro_batch_tokens=case.micro_batch_tokens, **options)
         gradient = capture_gradient(actor)
-        rest = [index for index in range(len(case.groups)) if index not in case.first]
-        for index in case.first if actor.replica == 0 else reversed(rest):
+        rest = [index for index in reversed(range(len(case.groups))) if index not in case.first]
+        mine = [case.first, rest][actor.layout.replica] if actor.layout.replicas == 2 else [*case.first, *rest]
+        for index in mine:
             stream.add(case.groups[index])
         result = stream.finish(1, counts_of(case.groups))
         weights = {name: tensor.clone() for name, tensor in actor.hf_tensors()}
@@ -212,6 +269,36 @@ def replica(cases: Path, out: Path) -> None:
     dist.destroy_process_group()
 
 
+def torchrun(ranks: int, cases: Sequence[Case], folder: Path) -> list[dict[str, dict[str, Tensor]]]:
+    """Gradient, new weights and metrics of every case, trained by `ranks` processes."""
+    (folder / "cases").write_bytes(msgspec.msgpack.encode(cases))
+    run_module(ranks, "tests.numerics.kit", str(folder / "cases"), str(folder / "out"))
+    results: list[dict[str, dict[str, Tensor]]] = torch.load(folder / "out")
+    return results
+
+
+def run_module(ranks: int, module: str, *arguments: str) -> str:
+    """`python -m module` under torchrun; its output."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*launcher, "-m", module, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+def assert_gradient(ours: dict[str, Tensor], reference: torch.nn.Module, tolerance: float = 1e-5) -> None:
+    """‖Δ‖ / ‖reference‖ of every tensor."""
+    gradients = gradients_of(reference)
+    assert set(ours) == set(gradients)
+    for name, gradient in gradients.items():
+        assert relative_error(ours[name], gradient) <= tolerance, name
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    replica(Path(sys.argv[1]), Path(sys.argv[2]))
+    process(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_venus import loss, packing
+from megatron_venus import packing
+from megatron_venus.loss import log_probs, objectives
 from tests.numerics import kit
 
 
@@ -22,16 +23,14 @@ def test_equal_hugging_face(
     untied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_rows * kit.VOCABULARY)
+    monkeypatch.setattr(log_probs, "CHUNK_LOGITS", chunk_rows * kit.VOCABULARY)
     folder = tied_model if tied else untied_model
     actor = kit.make_actor(folder)
     model = kit.reference_model(folder)
     sequences = [sequence for group in kit.make_groups(3) for sequence in group.sequences]
     seen = 0
     for batch in packing.pack(sequences, 100):
-        log_pi, entropy = loss.token_log_probs(
-            actor.output_rows(batch), batch.targets_N, actor.model.logits_of, kit.VOCABULARY, temperature
-        )
+        [(log_pi, entropy)] = actor.log_probs([batch], temperature)
         assert log_pi.shape == entropy.shape == batch.targets_N.shape
         ordered = sorted(sequences, key=lambda sequence: -packing.needed_length(sequence))
         mine = ordered[seen : seen + len(batch.lengths)]
@@ -68,7 +67,8 @@ def test_clip_binds_beyond_one_update() -> None:
     """With π ≠ π_old the objective is flat above 1 + ε_high for A > 0 and below 1 − ε_low for A < 0, only there."""
     log_pi = torch.tensor([0.5, -0.5, 0.5, -0.5, 0.1], requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])
-    losses, clipped = loss.clipped_objective(log_pi, torch.zeros(5), advantages, 0.2, 0.28)
+    clip = objectives.Clip(low=0.2, high=0.28)
+    losses, clipped = objectives.grpo(log_pi, torch.zeros(5), advantages, torch.zeros(5, dtype=torch.long), clip)
     losses.sum().backward()
     assert clipped.tolist() == [True, False, False, True, False]
     assert log_pi.grad is not None

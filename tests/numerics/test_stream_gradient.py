@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -19,14 +16,6 @@ from rollout.types import TrainGroup
 from tests.numerics import kit
 
 TOLERANCE = 1e-5
-
-
-def assert_gradient(ours: dict[str, torch.Tensor], reference: torch.nn.Module) -> None:
-    names = {name for name, _ in reference.named_parameters()}
-    assert set(ours) == names
-    for name, param in reference.named_parameters():
-        assert param.grad is not None
-        assert kit.relative_error(ours[name], param.grad) <= TOLERANCE, name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -46,7 +35,7 @@ def test_one_replica(
     result = stream.finish(1, kit.counts_of(groups))
 
     reference = kit.reference_gradient(folder, groups, temperature)
-    assert_gradient(gradient, reference)
+    kit.assert_gradient(gradient, reference)
     # From the same gradient on: Adam's first step is nearly its sign, so rounding near zero would show as a whole step.
     for name, param in reference.named_parameters():
         param.grad = gradient[name].clone()
@@ -75,29 +64,14 @@ def test_two_replicas(tied_model: Path, untied_model: Path, tmp_path: Path) -> N
         kit.Case(folder=str(untied_model), groups=groups, first=[1, 2], micro_batch_tokens=4096),
         kit.Case(folder=str(tied_model), groups=groups, first=[], micro_batch_tokens=200),
     ]
-    results = torchrun(2, cases, tmp_path)
+    results = kit.torchrun(2, cases, tmp_path)
     for case, result in zip(cases, results, strict=True):
         reference = kit.reference_gradient(Path(case.folder), groups)
-        assert_gradient(result["gradient"], reference)
+        kit.assert_gradient(result["gradient"], reference)
         assert result["metrics"]["tokens/trained"] == kit.counts_of(groups).tokens
     # The split of the batch leaves no trace in the weights either.
     for name, tensor in results[0]["weights"].items():
         assert kit.relative_error(tensor, results[2]["weights"][name]) <= TOLERANCE
-
-
-def torchrun(ranks: int, cases: list[kit.Case], folder: Path) -> list[dict[str, dict[str, torch.Tensor]]]:
-    (folder / "cases").write_bytes(msgspec.msgpack.encode(cases))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.numerics.kit", str(folder / "cases"), str(folder / "out")],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: list[dict[str, dict[str, torch.Tensor]]] = torch.load(folder / "out")
-    return results
 
 
 def test_batch_must_be_the_coordinators(tied_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m megatron_venus.train` as the launcher starts it, against a coordinator over HTTP: one and two replicas."""
+"""`python -m megatron_venus.train` as the launcher starts it, against a coordinator over HTTP: replicas and layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from envclient.base.configs import to_yaml
 from megatron_venus.checkpoint_index import find_all, find_latest
-from megatron_venus.config import ActorConfig, VenusConfig
+from megatron_venus.config import ActorConfig, LossConfig, ParallelConfig, VenusConfig
 from megatron_venus.hf_folder import read_weights
 from megatron_venus.weight_map import checksum
 from rollout.config import FactoryConfig, ModelConfig, RolloutConfig, RunConfig
@@ -22,14 +22,28 @@ from tests.numerics.fake_coordinator import TOKEN, FakeCoordinator, serving
 
 
 def run_actor(
-    run_dir: Path, model: Path, coordinator: FakeCoordinator, *, ranks: int = 1, resume_step: int = -1, **run: object
+    run_dir: Path,
+    model: Path,
+    coordinator: FakeCoordinator,
+    *,
+    ranks: int = 1,
+    parallel: ParallelConfig | None = None,
+    loss: LossConfig | None = None,
+    resume_step: int = -1,
+    **run: object,
 ) -> subprocess.CompletedProcess[str]:
     nothing = FactoryConfig(factory="nothing:nothing")
     config = VenusConfig(
         run=RunConfig(**{"steps": len(coordinator.batches)} | run),  # type: ignore[arg-type]
         model=ModelConfig(path=str(model), context_length=128),
         rollout=RolloutConfig(tasks=nothing, agent=nothing),
-        actor=ActorConfig(ranks=ranks, poll_s=1.0, micro_batch_tokens=128),
+        actor=ActorConfig(
+            ranks=ranks,
+            parallel=parallel or ParallelConfig(),
+            loss=loss or LossConfig(),
+            poll_s=1.0,
+            micro_batch_tokens=128,
+        ),
     )
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
@@ -49,13 +63,18 @@ def batches(steps: int) -> list[list[kit.TrainGroup]]:
     return [kit.make_groups(4, step=step, seed=step) for step in range(1, steps + 1)]
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 5)])
-def test_loop(ranks: int, steps: int, tied_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "steps", "parallel"),
+    [(1, 3, ParallelConfig()), (2, 5, ParallelConfig()), (4, 5, ParallelConfig(tensor=2, sequence=True))],
+)
+def test_loop(ranks: int, steps: int, parallel: ParallelConfig, tied_model: Path, tmp_path: Path) -> None:
     """With `steps` beyond the three batches the tasks are used up: the run ends in order."""
     coordinator = FakeCoordinator(batches=batches(3))
     started = time.monotonic()
     evaluations = {"eval_before": True, "eval_every": 2, "eval_after": True}
-    done = run_actor(tmp_path / "run", tied_model, coordinator, ranks=ranks, steps=steps, **evaluations)
+    done = run_actor(
+        tmp_path / "run", tied_model, coordinator, ranks=ranks, parallel=parallel, steps=steps, **evaluations
+    )
     print(f"{ranks} ranks: {time.monotonic() - started:.1f} s")
     assert done.returncode == 0, done.stderr[-3000:]
     per_step = [[f"step {s}", f"sync_begin {s}", f"sync_end {s}"] for s in (1, 2, 3)]
@@ -68,6 +87,7 @@ def test_loop(ranks: int, steps: int, tied_model: Path, tmp_path: Path) -> None:
         "evaluate after 3",
     ]
     handed = [group.group_id for batch in coordinator.batches for group in batch]
+    assert set(coordinator.shares) <= set(range(ranks // parallel.replica_ranks()))
     trained = [group_id for share in coordinator.shares.values() for group_id in share]
     assert sorted(trained) == sorted(handed)
     for metrics in coordinator.metrics:

@@ -116,7 +116,7 @@ def test_into_sglang(untied_model: Path, tmp_path: Path) -> None:
         print(f"gap {gap:.2e}")
         assert gap <= 1e-4
         with torch.no_grad():
-            dict(actor.model.named_parameters())["decoder.layers.1.self_attention.linear_qkv.weight"][40] += 0.3
+            dict(actor.chunks[0].named_parameters())["decoder.layers.1.self_attention.linear_qkv.weight"][40] += 0.3
         with pytest.raises(InvariantError, match=r"w0.*model\.layers\.1\.self_attn\.qkv_proj\.weight"):
             await asyncio.to_thread(sync.verify)
         assert log_prob_gap(actor, sampled) > 1e-3

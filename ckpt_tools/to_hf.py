@@ -1,0 +1,162 @@
+"""Distributed checkpoint (a run's, or one made by from_hf) → Hugging Face folder that engines load.
+
+OUT gets the config and tokenizer of the model, sharded safetensors and a complete index. Values and type stay as they
+are, bit for bit; each tensor's checksum is compared with the checkpoint's manifest, where it has one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import torch
+
+from ckpt_tools import command
+from ckpt_tools.hf_checkpoint import INDEX, SINGLE, Block, stated_dtype
+from ckpt_tools.megatron_checkpoint import MegatronCheckpoint
+from ckpt_tools.output import check_target, complete_or_absent, gigabytes
+from ckpt_tools.raw import write_from
+from ckpt_tools.rows import Checksums, each_block
+from ckpt_tools.safetensors_file import StoredTensor, create
+from ckpt_tools.source import find
+from envclient.base.errors import ConfigError
+from envclient.base.files import write_json_atomic
+from megatron_venus.hf_folder import companions
+from megatron_venus.weight_map import hf_shapes
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    arguments = command.parser(
+        "to_hf", __doc__, "example: python -m ckpt_tools.to_hf runs/NAME/checkpoints/step_000100 out/hf"
+    )
+    arguments.add_argument("source", type=Path, metavar="CKPT", help="a run's checkpoint folder, or its megatron/")
+    arguments.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    arguments.add_argument("--shard-gb", type=float, default=5.0, metavar="N", help="most gigabytes of a file (5)")
+    command.add_hf(arguments)
+    command.add_writing(arguments)
+    options = arguments.parse_args()
+    convert(
+        options.source,
+        options.out,
+        hf_dir=options.hf,
+        shard_bytes=int(options.shard_gb * 1e9),
+        dry_run=options.dry_run,
+        quiet=options.quiet,
+    )
+    return 0
+
+
+def convert(
+    source: Path,
+    out: Path,
+    *,
+    hf_dir: Path | None = None,
+    shard_bytes: int = 5_000_000_000,
+    dry_run: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Write the Hugging Face folder `out` of the distributed checkpoint `source`.
+
+    Raises:
+        ConfigError: the source or the target cannot be used, or a tensor is not the one in the manifest.
+        PreflightError: no room.
+    """
+    found = find(source, hf_dir)
+    if found.megatron_dir is None:
+        raise ConfigError(f"{str(source)!r} is a Hugging Face folder already", "name a distributed checkpoint")
+    weights = MegatronCheckpoint.open(found.megatron_dir, found.hf_dir)
+    shards = _shards(weights, shard_bytes)
+    beside = companions(found.hf_dir)
+    check_target(out, weights.nbytes + sum(path.stat().st_size for path in beside))
+    name = str(weights.dtype).removeprefix("torch.")
+    print(
+        f"{source}: {weights.arch.family}, {gigabytes(weights.nbytes)} {name} -> {out}:"
+        f" {sum(map(len, shards.values()))} tensors in {len(shards)} files"
+        + (" (dry run: nothing written)" if dry_run else "")
+    )
+    if dry_run:
+        return
+    with complete_or_absent(out) as folder:
+        for path in beside:
+            shutil.copy2(path, folder / path.name)
+        if stated_dtype(found.hf_dir) not in (None, name):
+            _state_dtype(folder / "config.json", name)
+        checksums = _write(folder, weights, shards, command.Progress(weights.nbytes, "written", quiet=quiet))
+        for tensor, checksum in checksums.items():
+            if found.manifest and found.manifest.weights.get(tensor) != checksum:
+                raise ConfigError(
+                    f"{source}: tensor {tensor!r} is not the one in its manifest", "use another checkpoint"
+                )
+
+
+def _shards(weights: MegatronCheckpoint, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """File name → its tensors with their shapes, in the model's order."""
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, shape in hf_shapes(weights.arch).items():
+        nbytes = torch.Size(shape).numel() * weights.dtype.itemsize
+        if groups[-1] and filled + nbytes > shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = shape
+        filled += nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _write(
+    folder: Path,
+    weights: MegatronCheckpoint,
+    shards: dict[str, dict[str, tuple[int, ...]]],
+    progress: command.Progress,
+) -> dict[str, str]:
+    stored: dict[str, StoredTensor] = {}
+    for file, shapes in shards.items():
+        stored |= create(folder / file, shapes, weights.dtype)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": weights.nbytes},
+            "weight_map": {name: file for file, shapes in shards.items() for name in shapes},
+        }
+        write_json_atomic(folder / INDEX, index)
+    opened = {file: os.open(folder / file, os.O_WRONLY) for file in shards}
+    checksums = Checksums()
+    # The kernel lets one writer at a time into a file, and the other would spin, not sleep.
+    turns = {file: threading.Lock() for file in shards}
+    written: dict[str, int] = dict.fromkeys(stored, 0)
+
+    def use(block: Block) -> None:
+        place = stored[block.tensor]
+        file = place.path.name
+        with turns[file]:
+            write_from(opened[file], block.rows, place.offset + block.start * place.row_bytes)
+        checksums.add(block)
+        written[block.tensor] += block.rows.nbytes
+        progress.add(block.rows.nbytes, block.tensor)
+
+    try:
+        each_block(weights, use)
+    finally:
+        for fd in opened.values():
+            os.close(fd)
+    assert all(written[name] == tensor.nbytes for name, tensor in stored.items()), "every row is written once"
+    progress.end()
+    return checksums.result()
+
+
+def _state_dtype(config: Path, name: str) -> None:
+    """Make config.json state the type that the weights have (a run may train in another one than it started from)."""
+    values = json.loads(config.read_text())
+    for key in ("dtype", "torch_dtype"):
+        if key in values:
+            values[key] = name
+    write_json_atomic(config, values)
+
+
+if __name__ == "__main__":
+    command.run(main)

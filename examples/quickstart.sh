@@ -5,4 +5,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
+export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-}"   # a CPU job, also on a machine with a GPU
 exec "$PYTHON" -m megatron_venus.launch --config examples/configs/quickstart.yaml "$@"

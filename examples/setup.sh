@@ -10,7 +10,8 @@ install_system_packages() {
   local need="python3-venv python3-dev g++ bubblewrap libibverbs1 libnuma1 libcurl4 libseccomp2 iproute2" missing=() package
   command -v dpkg-query >/dev/null || { say "no dpkg here: make sure these are installed: $need"; return 0; }
   for package in $need; do
-    dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || missing+=("$package")
+    # Newer releases renamed some libraries (libcurl4t64) for their 64-bit time_t.
+    dpkg-query -W -f='${db:Status-Status}\n' "$package" "${package}t64" 2>/dev/null | grep -qx installed || missing+=("$package")
   done
   [ ${#missing[@]} -eq 0 ] && return 0
   local root=()
@@ -19,22 +20,22 @@ install_system_packages() {
     root=(sudo)
   fi
   say "installing Debian packages: ${missing[*]}"
-  "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get update -q >&2 \
-    && "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}" >&2 \
+  "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 update -q >&2 \
+    && "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 install -y -q --no-install-recommends "${missing[@]}" >&2 \
     || die "apt-get could not install: ${missing[*]} (install them by hand, then run this again)"
 }
 
 install_python_packages() {
   local stamp wanted python
-  wanted="$(cat "$ROOT/requirements.txt" "$ROOT/pyproject.toml" "$ROOT/examples/setup.sh" | sha256sum | cut -d' ' -f1) $ROOT"
+  wanted="$(cat "$ROOT/requirements.txt" "$ROOT/pyproject.toml" "$ROOT/examples/setup.sh" | sha256sum | cut -d' ' -f1) $ROOT ${VENUS_TORCH_INDEX:-}"
   stamp="$ROOT/.venv/venus-stamp"
   [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
   python="${VENUS_PYTHON:-python3}"
   "$python" -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info < (3, 13)))' 2>/dev/null \
     || die "$python is $("$python" --version 2>&1): Python 3.11 or 3.12 is needed (set VENUS_PYTHON to one)"
-  if [ ! -x "$PYTHON" ]; then
+  if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then   # none yet, or an interrupted one
     say "creating .venv"
-    "$python" -m venv "$ROOT/.venv" || die "python3 -m venv failed (apt-get install python3-venv)"
+    "$python" -m venv --clear "$ROOT/.venv" || die "python3 -m venv failed (apt-get install python3-venv)"
   fi
   local torch index=()
   torch="$(grep '^torch==' "$ROOT/requirements.txt")"
@@ -55,7 +56,7 @@ install_python_packages() {
   printf '%s' "$wanted" > "$stamp"
 }
 
-install_system_packages
 exec 9>"$ROOT/.setup.lock" && flock 9   # two set-ups of one checkout take turns
+install_system_packages
 install_python_packages
 exec 9>&-

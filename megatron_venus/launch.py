@@ -13,11 +13,13 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -71,22 +73,25 @@ def _expand(item: str) -> str:
     return f"{SHORT_KEYS.get(key, key)}{eq}{value}"
 
 
+def runs_of(root: Path, name: str) -> list[Path]:
+    """Folders of the runs called `name` (NAME, NAME-2, …; never a run of another name), oldest first."""
+    found = []
+    for path in [root / name, *root.glob(f"{name}-*")]:
+        if (path / "config.yaml").is_file() and OmegaConf.select(read_yaml(path / "config.yaml"), "run.name") == name:
+            found.append(path)
+    return sorted(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
+
+
 def choose_run_dir(config: VenusConfig, screen: Screen) -> tuple[Path, int]:
     """The run's folder and the step to resume from (-1: a fresh run).
 
     `never` never touches an earlier run: when the name is taken, NAME-2, NAME-3, … is used. `auto` goes on with the
-    newest of them, from its last complete checkpoint; `overwrite` deletes the folder first.
+    newest of them, from its last complete checkpoint; `overwrite` empties the folder first.
     """
     root, name = Path(config.run.root), config.run.name
-    taken = [root / name, *(p for n in range(2, 10_000) if (p := root / f"{name}-{n}").exists())]
-    first, newest = taken[0], taken[-1]
-    if config.run.resume == "overwrite" and first.exists():
-        if not (first / "config.yaml").is_file():
-            raise ConfigError(f"run.resume=overwrite: {first} does not look like a run", "remove it yourself")
-        shutil.rmtree(first)
-    if not first.exists() or config.run.resume == "overwrite":
-        return first, -1
-    if config.run.resume == "auto":
+    first, earlier = root / name, runs_of(root, name)
+    if config.run.resume == "auto" and earlier:
+        newest = earlier[-1]
         latest = find_latest(newest)
         step = latest.step if latest else 0
         screen.line(
@@ -94,9 +99,29 @@ def choose_run_dir(config: VenusConfig, screen: Screen) -> tuple[Path, int]:
             + (f"the checkpoint of step {step}" if latest else "its start: no checkpoint yet")
         )
         return newest, step
-    free = root / f"{name}-{len(taken) + 1}"
-    screen.line(f"{newest} exists: this run is {free} (resume=auto goes on with the old one)")
+    if not first.exists():
+        return first, -1
+    if config.run.resume == "overwrite":
+        if first not in earlier:
+            raise ConfigError(f"run.resume=overwrite: {first} does not look like a run", "remove it yourself")
+        with lock_run(first):  # a launcher that uses it keeps it
+            for path in first.iterdir():
+                if path.name == ".lock":
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        return first, -1
+    free = next(path for n in itertools.count(2) if not (path := root / f"{name}-{n}").exists())
+    screen.line(f"{first} exists: this run is {free} (resume=auto goes on with the newest earlier one)")
     return free, -1
+
+
+def resumed_config(run_dir: Path, overrides: Sequence[str]) -> VenusConfig:
+    """The config an earlier run was started with, under what the command line says now."""
+    path = run_dir / "config.yaml"
+    return build(VenusConfig, [(str(path), read_yaml(path))], [_expand(item) for item in overrides])
 
 
 @contextlib.contextmanager
@@ -288,14 +313,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         screen.line(dry_run(config, run_dir))
         return 0
     run_dir, resume_step = choose_run_dir(config, screen)
+    if resume_step >= 0:
+        config = resumed_config(run_dir, arguments.overrides)
+        check_all(config, run_dir)
     with lock_run(run_dir):
         write_atomic(run_dir / "config.yaml", to_yaml(config))
         screen.line(
             f"run folder {run_dir}: starting environment, coordinator, {config.rollout.worker.count} worker(s), actor"
         )
-        asyncio.run(run_until_signal(Launcher(config, run_dir, resume_step, screen)))
+        try:
+            asyncio.run(run_until_signal(Launcher(config, run_dir, resume_step, screen)))
+        finally:
+            screen.clear()
         return finish(run_dir, screen)
 
 
-if __name__ == "__main__":
+def cli() -> NoReturn:
+    """The `venusrl` program: an error is one line and an exit code."""
     main_guard(main)
+
+
+if __name__ == "__main__":
+    cli()

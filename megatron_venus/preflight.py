@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -66,6 +67,7 @@ def check_values(config: VenusConfig) -> None:
         "rollout.policy.order": (config.rollout.policy.order, POLICY_ORDERS),
         "rollout.group.on_lost_member": (group.on_lost_member, ("drop", "shrink")),
         "env.backend": (config.env.backend, ("process",)),
+        "rollout.worker.engine": (worker.engine, ("sglang", "scripted")),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
@@ -180,6 +182,8 @@ def check_machine(config: VenusConfig, run_dir: Path) -> None:
     place = run_dir
     while not place.exists():
         place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise PreflightError(f"run.root={config.run.root!r}: cannot write to {place}", "choose another run.root")
     free = shutil.disk_usage(place).free
     if free < NEEDED_DISK_BYTES:
         raise PreflightError(

@@ -60,13 +60,13 @@ class Screen:
 
     def line(self, text: str) -> None:
         """A line that stays."""
-        self._clear()
+        self.clear()
         print(text, file=self._out, flush=True)
 
     def progress(self, text: str) -> None:
         """A line that the next one replaces."""
         if self._live:
-            self._clear()
+            self.clear()
             self._out.write(text)
             self._out.flush()
             self._drawn = len(text)
@@ -74,7 +74,8 @@ class Screen:
             self._last_log = time.monotonic()
             print(text, file=self._out, flush=True)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Take the progress line away."""
         if self._live and self._drawn:
             self._out.write("\r\x1b[K")
             self._drawn = 0

@@ -15,6 +15,7 @@ from envclient.base.processes import RUN_ID_VARIABLE, Child, kill_run, last_line
 from envclient.base.wire import TOKEN_VARIABLE
 
 GRACE_S = 10.0
+SERVICES = ("environment", "coordinator")
 
 
 class RoleDied(VenusError):
@@ -27,7 +28,8 @@ class Supervisor:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.run_id = secrets.token_hex(8)
-        self.token = secrets.token_urlsafe(32)
+        # A service that runs elsewhere (env.url) has its token already: the caller gives it in the environment.
+        self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
         self._children: list[Child] = []
         self._warden_pipe = -1
         self._warden: asyncio.subprocess.Process | None = None
@@ -66,6 +68,8 @@ class Supervisor:
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            # Every role is on this machine: process groups must not listen on its other addresses.
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "PYTHONUNBUFFERED": "1",
             "TORCH_EXTENSIONS_DIR": str((self.run_dir / "torch_extensions").resolve()),
             **extra,
@@ -102,10 +106,11 @@ class Supervisor:
         self._children.remove(child)
 
     async def stop_all(self) -> None:
-        """End every role, the latest started first, then whatever they left behind."""
-        children, self._children = self._children[::-1], []
-        for child in children:
-            await child.stop(GRACE_S)
+        """End every role, those that use a service before it, then whatever they left behind."""
+        children, self._children = self._children, []
+        services = [child for child in children if child.role in SERVICES]
+        for together in ([child for child in children if child.role not in SERVICES], services):
+            await asyncio.gather(*(child.stop(GRACE_S) for child in together))
         left = await asyncio.to_thread(kill_run, self.run_id)
         if left:
             with contextlib.suppress(OSError):

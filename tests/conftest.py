@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from rollout.protocol import Engine
 
 MODEL = Path(__file__).parents[1] / "examples" / "models" / "tiny-qwen3-repair"
 TOKEN = "test-token"
+
+# The same examples every time, and no limit on an example's time: the machine may be busy. A long run searches anew.
+settings.register_profile("venus", deadline=None, derandomize=not os.environ.get("VENUS_LONG"))
+settings.load_profile("venus")
 
 
 class EngineHost:

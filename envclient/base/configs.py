@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -51,6 +52,9 @@ def build(schema: type[T], layers: Sequence[tuple[str, Any]], overrides: Sequenc
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([item]))
         except OmegaConfBaseException as error:
             raise _explain(error, f"command line {item!r}", base) from None
+        except yaml.YAMLError as error:
+            line = str(error).splitlines()[0]
+            raise ConfigError(f"command line: {item!r} is not YAML: {line}", "close every bracket and quote") from None
     try:
         OmegaConf.resolve(merged)
         missing = OmegaConf.missing_keys(merged)

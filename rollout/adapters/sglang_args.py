@@ -31,8 +31,9 @@ _UNREPRODUCIBLE = {
 
 
 def has_cuda() -> bool:
-    """Whether this machine has an NVIDIA GPU, without importing torch."""
-    return Path("/dev/nvidiactl").exists()
+    """Whether this machine has an NVIDIA GPU that this process may use, without importing torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return not hidden and Path("/dev/nvidiactl").exists()
 
 
 def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfig, seed: int) -> list[str]:

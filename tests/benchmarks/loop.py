@@ -2,8 +2,8 @@
 
 One quickstart run on this machine saves what it trained. Then each part does the same work by itself: the engine
 generates as many tokens from the same contexts, the environment executes the same actions, the actor trains the same
-groups. `ratio` = (generation + environment + training + sync alone) / the loop's time: 1 when nothing overlaps, above
-1 by what the loop hides, below 1 by what joining the parts costs.
+groups. `ratio` = (generation + environment + training alone) / the loop's time: above 1 by what the loop hides by
+overlapping them, below 1 by what joining them costs (weight syncs, waiting for the last of a batch).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def run(quick: bool, say: Say) -> dict[str, Any]:
         alone = asyncio.run(_parts_alone(config, Path(root) / "alone", rollouts, say))
         say("training alone")
         alone["train_s"] = _train_alone(run_dir, Path(root) / "alone")
-    alone["sync_s"] = sum(row["sync/seconds"] for row in rows)
+    sync_s = sum(row["sync/seconds"] for row in rows)
     loop_s = sum(row["time/step_s"] for row in rows)
     sequences = [sequence for groups in rollouts.values() for group in groups for sequence in group.sequences]
     tokens = sum(sum(sequence.loss_mask) for sequence in sequences)
     rooms = {
         "rollout": sum(row["time/rollout_s"] for row in rows),
         "train": sum(row["time/train_s"] for row in rows),
-        "sync": alone["sync_s"],
+        "sync": sync_s,
     }
     return {
         "benchmark": "loop",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -75,6 +76,15 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Non
         time.sleep(0.1)
 
 
+def _links(folder: Path) -> list[str]:
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            with contextlib.suppress(OSError):
+                found.append(str(entry.readlink()))
+    return found
+
+
 class Launched:
     """One launcher process."""
 
@@ -119,6 +129,27 @@ class Launched:
         """Everything the launcher has started, sandboxes included, and itself."""
         stat = _stat(self.process.pid)
         return descendants(self.process.pid) | ({(self.process.pid, stat[1])} if stat else set())
+
+    def run_id(self) -> str:
+        """What every process of the run carries in its environment."""
+        environment = Path(f"/proc/{self.pid_of('coordinator')}/environ").read_bytes().split(b"\0")
+        return next(v.partition(b"=")[2].decode() for v in environment if v.startswith(b"VENUS_RUN_ID="))
+
+    def secret(self) -> bytes:
+        """The run's token, from a role's environment."""
+        environment = Path(f"/proc/{self.pid_of('coordinator')}/environ").read_bytes().split(b"\0")
+        return next(v.partition(b"=")[2] for v in environment if v.startswith(b"VENUS_TOKEN="))
+
+    def ports(self) -> set[int]:
+        """TCP ports on which the run's processes listen."""
+        sockets = {
+            link.removeprefix("socket:[").rstrip("]")
+            for pid, _ in self.processes()
+            for link in _links(Path(f"/proc/{pid}/fd"))
+            if link.startswith("socket:[")
+        }
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets}
 
     def pid_of(self, role: str) -> int:
         """Process id of a role of this run."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from envclient.base.files import read_jsonl
+from envclient.base.processes import processes_of_run
 from tests.e2e.launched import SCRIPTED, Launched, alive, check_account, wait_until
 
 STEPS = 3
@@ -18,9 +21,39 @@ def mounts() -> list[str]:
     return Path("/proc/self/mounts").read_text().splitlines()
 
 
-def leftovers_end(before: set[tuple[int, int]], mounts_before: list[str]) -> None:
-    wait_until(lambda: not alive(before), 30.0, f"processes {alive(before)} are left")
-    assert mounts() == mounts_before
+@dataclass(kw_only=True)
+class Remains:
+    """What a run holds while it lives, to see that none of it is left."""
+
+    processes: set[tuple[int, int]]
+    run_id: str
+    ports: set[int]
+    mounts: list[str]
+
+    @classmethod
+    def of(cls, run: Launched, mounted: list[str]) -> Remains:
+        return cls(processes=run.processes(), run_id=run.run_id(), ports=run.ports(), mounts=mounted)
+
+    def wait_gone(self) -> None:
+        def left() -> list[object]:
+            return [*alive(self.processes), *processes_of_run(self.run_id)]
+
+        wait_until(lambda: not left(), 30.0, f"processes are left: {left()}")
+        assert len(self.ports) >= 2
+        for port in self.ports:
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} still answers"
+        assert mounts() == self.mounts
+
+
+def finish_after(tmp_path: Path) -> None:
+    """Resume the disturbed run to its end: every step is there once and the account is whole."""
+    with Launched(tmp_path, *SCRIPTED, f"steps={STEPS}", "resume=auto") as run:
+        assert run.wait(150.0) == 0, run.text
+        summary = run.summary()
+        check_account(summary)
+        assert summary["steps"] == STEPS and summary["groups_trained"] == 2 * STEPS
+        assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.timeout(240)
@@ -29,19 +62,13 @@ def test_a_killed_role_ends_the_run_and_it_resumes(role: str, tmp_path: Path) ->
     mounted = mounts()
     with Launched(tmp_path, *SCRIPTED, f"steps={STEPS}") as run:
         run.wait_steps(1)
-        processes = run.processes()
+        remains = Remains.of(run, mounted)
         os.kill(run.pid_of(role), signal.SIGKILL)
         assert run.wait(30.0) == 2
-        leftovers_end(processes, mounted)
+        remains.wait_gone()
         named = {"torchrun": "actor", "rank": "actor", "worker": "worker-w0"}.get(role, role)
         assert f"error: {named} ended with" in run.text and "last log lines" in run.text
-    with Launched(tmp_path, *SCRIPTED, f"steps={STEPS}", "resume=auto") as run:
-        assert run.wait(150.0) == 0, run.text
-        summary = run.summary()
-        check_account(summary)
-        assert summary["steps"] == STEPS and summary["groups_trained"] == 2 * STEPS
-        assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
-        leftovers_end(processes, mounted)
+    finish_after(tmp_path)
 
 
 @pytest.mark.timeout(240)
@@ -50,11 +77,14 @@ def test_an_ended_launcher_leaves_nothing(signum: signal.Signals, tmp_path: Path
     mounted = mounts()
     with Launched(tmp_path, *SCRIPTED, "steps=50") as run:
         run.wait_steps(1)
-        processes = run.processes()
-        assert len(processes) > 6
+        remains = Remains.of(run, mounted)
+        assert len(remains.processes) > 6
         run.process.send_signal(signum)
         assert run.wait(30.0) == (-signal.SIGKILL if signum == signal.SIGKILL else 130)
-        leftovers_end(processes, mounted)
+        remains.wait_gone()
+    if signum == signal.SIGKILL:
+        assert run.steps_done < STEPS, "the run was killed too late to be resumed"
+        finish_after(tmp_path)
 
 
 @pytest.mark.timeout(240)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from envclient.base.configs import to_yaml
 from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
 from megatron_venus import preflight
-from megatron_venus.launch import choose_run_dir, lock_run, resolve
+from megatron_venus.launch import choose_run_dir, lock_run, resolve, resumed_config
 from megatron_venus.screen import Screen
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +34,7 @@ def config(*overrides: str):
         ("actor.optimizer.lr=fast", ["actor.optimizer.lr", "fast"]),
         ("run.steps=2.5", ["run.steps", "2.5"]),
         ("nonsense", ["nonsense", "key=value"]),
+        ("run.name=[x", ["run.name=[x", "not YAML"]),
         ("mode=lern", ["lern", "learn"]),
     ],
 )
@@ -133,15 +137,45 @@ def test_the_program_ends_with_one_line_and_a_code(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir()), "a refused run leaves nothing"
 
 
+def earlier_run(folder: Path, name: str, age_s: int) -> None:
+    """What a run called `name` leaves, started `age_s` seconds ago."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"run: {{name: {name}}}\n")
+    started = time.time() - age_s
+    os.utime(folder / "config.yaml", (started, started))
+
+
 def test_an_earlier_run_is_never_touched_unless_asked(tmp_path: Path) -> None:
-    fresh = config(f"run.root={tmp_path}")
+    fresh, resumed = config(f"run.root={tmp_path}"), config(f"run.root={tmp_path}", "resume=auto")
     assert choose_run_dir(fresh, Screen()) == (tmp_path / "quickstart", -1)
-    (tmp_path / "quickstart").mkdir()
+    assert choose_run_dir(resumed, Screen()) == (tmp_path / "quickstart", -1)
+    earlier_run(tmp_path / "quickstart", "quickstart", 300)
     assert choose_run_dir(fresh, Screen()) == (tmp_path / "quickstart-2", -1)
-    (tmp_path / "quickstart-2").mkdir()
-    assert choose_run_dir(config(f"run.root={tmp_path}", "resume=auto"), Screen()) == (tmp_path / "quickstart-2", 0)
+    earlier_run(tmp_path / "quickstart-3", "quickstart", 200)
+    assert choose_run_dir(fresh, Screen()) == (tmp_path / "quickstart-2", -1)
+    earlier_run(tmp_path / "quickstart-2", "quickstart-2", 100)
+    assert choose_run_dir(fresh, Screen()) == (tmp_path / "quickstart-4", -1)
+    assert choose_run_dir(resumed, Screen()) == (tmp_path / "quickstart-3", 0), "quickstart-2 is a run of another name"
+
+
+def test_overwriting_empties_a_run_but_never_one_in_use_or_something_else(tmp_path: Path) -> None:
+    again = config(f"run.root={tmp_path}", "resume=overwrite")
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart/precious").touch()
     with pytest.raises(ConfigError, match="does not look like a run"):
-        choose_run_dir(config(f"run.root={tmp_path}", "resume=overwrite"), Screen())
+        choose_run_dir(again, Screen())
+    (tmp_path / "quickstart/config.yaml").write_text("run: {name: quickstart}\n")
+    with lock_run(tmp_path / "quickstart"), pytest.raises(PreflightError, match="in use by another launcher"):
+        choose_run_dir(again, Screen())
+    assert (tmp_path / "quickstart/precious").exists()
+    assert choose_run_dir(again, Screen()) == (tmp_path / "quickstart", -1)
+    assert [path.name for path in (tmp_path / "quickstart").iterdir()] == [".lock"]
+
+
+def test_a_resumed_run_keeps_its_config_save_what_the_command_line_says(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(config("mode=learn", "actor.optimizer.lr=1e-5")))
+    resumed = resumed_config(tmp_path, ["resume=auto", "steps=40"])
+    assert (resumed.run.mode, resumed.run.steps, resumed.actor.optimizer.lr) == ("learn", 40, 1e-5)
 
 
 def test_one_launcher_a_run_folder(tmp_path: Path) -> None:

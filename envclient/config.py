@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(kw_only=True)
@@ -21,5 +21,3 @@ class EnvConfig:
     """Sandboxes alive at once; a lease beyond it waits."""
     lease_wait_s: float = 120.0
     """Seconds a lease may wait for room before it is refused."""
-    backend_args: dict[str, str] = field(default_factory=dict)
-    """Further settings of the backend."""

@@ -200,16 +200,21 @@ class EnvService:
                 await self._backend.twin(command.twin_of, command.lease_id)
             else:
                 await self._backend.create(command.template, command.lease_id)
-        except VenusError as error:
-            log.warning("lease %s: %s", command.lease_id, error)
-            self._apply(self._book.create_failed(command.lease_id, str(error)))
+        except Exception as error:  # whatever it is: the place becomes free and the asker has an answer
+            known = isinstance(error, VenusError)
+            log.warning("lease %s: %s", command.lease_id, error, exc_info=None if known else error)
+            cause = str(error) if known else f"{type(error).__name__}: {error}"
+            self._apply(self._book.create_failed(command.lease_id, cause))
         else:
             self._apply(self._book.created(command.lease_id, self._clock()))
 
     async def _destroy(self, command: Destroy) -> None:
         if command.cause != "released":
             log.warning("lease %s ends: %s", command.lease_id, command.cause)
-        await self._backend.destroy(command.lease_id)
+        try:
+            await self._backend.destroy(command.lease_id)
+        except Exception:  # its place must not stay taken, nor its holder wait
+            log.exception("lease %s: its sandbox was not destroyed", command.lease_id)
         gone = self._destroyed.pop(command.lease_id, None)
         if gone is not None:
             gone.set_result(None)

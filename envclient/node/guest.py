@@ -38,7 +38,6 @@ from typing import Any, NoReturn
 Applet = Callable[[list[str], bytes, int], int]
 
 FRAME = struct.Struct(">II")
-MAX_HEADER_BYTES = 1 << 20
 AGENT_FD_VARIABLE = "VENUS_AGENT_FD"
 """Set by a backend whose warm-up process is itself the agent (one sandbox a process)."""
 ZYGOTE_FD_VARIABLE = "VENUS_ZYGOTE_FD"
@@ -191,9 +190,8 @@ class Agent:
                 self._send({"id": request_id})
             else:
                 self._send({"id": request_id, "error": f"unknown op {header['op']!r}"})
-        except (OSError, MemoryError) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            self._send({"id": request_id, "error": reason})
+        except (OSError, ValueError, MemoryError) as error:  # ValueError: a NUL byte or a half character in a path
+            self._send({"id": request_id, "error": reason_of(error)})
 
     def _path(self, path: str) -> str:
         return os.path.join(self._workdir, path)
@@ -214,7 +212,7 @@ class Agent:
             else:
                 popen = start_program(argv, stdin, output_w, self._workdir)
                 pid = popen.pid
-        except OSError as error:
+        except (OSError, ValueError, MemoryError) as error:
             os.close(output_r)
             self._refuse(request_id, argv[0], error)
             return
@@ -227,18 +225,19 @@ class Agent:
         self._running[pid] = run
         self._selector.register(output_r, selectors.EVENT_READ, run)
 
-    def _refuse(self, request_id: int, name: str, error: OSError) -> None:
+    def _refuse(self, request_id: int, name: str, error: Exception) -> None:
         """The command could not start: as a shell says it, or as a limit of the sandbox."""
         limits = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-        code = 127 if error.errno in (errno.ENOENT, errno.ENOTDIR) else 126
+        number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+        code = 127 if number in (errno.ENOENT, errno.ENOTDIR) else 126
         reply = {
             "id": request_id,
-            "status": "killed" if error.errno in limits else "exited",
+            "status": "killed" if number in limits else "exited",
             "exit_code": code,
             "truncated": False,
             "duration_s": 0.0,
         }
-        self._send(reply, f"{name}: {error.strerror}\n".encode())
+        self._send(reply, f"{name}: {reason_of(error)}\n".encode(errors="replace"))
 
     def _become(self, applet: Applet, argv: list[str], stdin: bytes, output_fd: int) -> NoReturn:
         """In the fork: leave everything of the agent behind, run the applet, end."""
@@ -318,6 +317,11 @@ class Agent:
 
 
 # ------------------------------------------------------------------------------------------------------------ parts
+
+
+def reason_of(error: Exception) -> str:
+    """What to tell of it, never empty."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def start_program(argv: list[str], stdin: bytes, output_fd: int, workdir: str) -> subprocess.Popen[bytes]:

@@ -113,8 +113,11 @@ class ProcessBackend:
         if self._root and not self._free_uids:
             raise VenusError(f"all {UIDS} sandbox uids are taken", "lower env.max_sandboxes")
         uid = heapq.heappop(self._free_uids) if self._root else 0
-        node_end, guest_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        link = await GuestLink.connect(sandbox, node_end, MAX_PAYLOAD_BYTES)
+        try:
+            link, guest_end = await self._connect(sandbox)
+        except BaseException:
+            self._give_back(uid)
+            raise
         self._sandboxes[sandbox] = _Sandbox(container=container, link=link, uid=uid)
         try:
             await container.create(sandbox, uid, guest_end, own_uid=self._root)
@@ -170,8 +173,7 @@ class ProcessBackend:
             return
         found.link.close("the sandbox has ended")
         await found.container.destroy(sandbox)
-        if self._root:
-            heapq.heappush(self._free_uids, found.uid)
+        self._give_back(found.uid)
 
     async def close(self) -> None:
         self._closed = True
@@ -180,6 +182,20 @@ class ProcessBackend:
         self._sandboxes.clear()
         await asyncio.gather(*(container.close() for container in self._containers.values()))
         self._containers.clear()
+
+    async def _connect(self, sandbox: str) -> tuple[GuestLink, socket.socket]:
+        """A link to a sandbox that is yet to come, and the end of it that is the guest's."""
+        node_end, guest_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            return await GuestLink.connect(sandbox, node_end, MAX_PAYLOAD_BYTES), guest_end
+        except BaseException:
+            node_end.close()
+            guest_end.close()
+            raise
+
+    def _give_back(self, uid: int) -> None:
+        if self._root:
+            heapq.heappush(self._free_uids, uid)
 
     def _sandbox(self, sandbox: str) -> _Sandbox:
         found = self._sandboxes.get(sandbox)

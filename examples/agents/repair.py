@@ -8,14 +8,16 @@ covering tests pass. A sandbox or verifier that fails raises VenusError: that ep
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from envclient.base.errors import ConfigError, VenusError
 from envclient.client import EnvClient
+from envclient.types import Lease
 from examples.agents.dialogue import BAD_CALL, NOT_FOUND, OK, Tool, system_prompt, user_prompt, verdict, view
 from examples.agents.memo import Memo
 from examples.tasks.libraries import library_named
@@ -28,7 +30,11 @@ from rollout.protocol import Observation, Outcome
 from rollout.types import Purpose, TrajectoryStatus
 from rollout.worker.chat import ChatCodec, ToolCall
 
+log = logging.getLogger("venus.agent")
+
 SUBMITTED, OUT_OF_TURNS = "submitted", "max_turns"
+LATE_S = 5.0
+"""How long closing the agent waits for leases that nobody wants any more; what is left then expires."""
 
 
 class Templates:
@@ -41,9 +47,18 @@ class Templates:
         self._done = False
 
     async def ready(self) -> None:
+        """Returns when all are registered.
+
+        Raises:
+            ConfigError: one cannot be prepared: no episode could be played, so the worker must end.
+        """
         async with self._lock:
             if not self._done:
-                await self._environment.register(self._templates)
+                try:
+                    await self._environment.register(self._templates)
+                except VenusError as error:
+                    message = f"sandbox templates cannot be prepared: {error.message}"
+                    raise ConfigError(message, error.remedy) from error
                 self._done = True
 
 
@@ -58,6 +73,8 @@ class Setup:
     max_turns: int
     lifetime_s: float
     memo: Memo
+    late: set[asyncio.Task[None]] = field(default_factory=set)
+    """Releases of leases that came after their episode was cancelled."""
 
 
 class RepairEpisode:
@@ -73,19 +90,18 @@ class RepairEpisode:
         """What the sandbox's file holds."""
         self.turns = 0
         self._submitted = False
-        self._stats = dict.fromkeys(("edits", "tests", "bad_calls", "tool_calls", "tool_errors", "repeated_edits"), 0.0)
+        names = ("edits", "tests", "bad_calls", "tool_calls", "tool_errors", "repeated_edits", "memo_hits")
+        self._stats = dict.fromkeys(names, 0.0)
         self._tool_s = 0.0
         self._tried: list[list[str]] = []
 
     async def open(self) -> list[int]:
         record = self._task.record
-        environment = self._setup.environment
         await self._setup.templates.ready()
-        name = library_named(record.library).folder
-        lease = await environment.lease(name, self._trajectory_id, self._setup.lifetime_s, self._trajectory_id)
+        lease = await self._lease(library_named(record.library).folder)
         self._lease_id = lease.lease_id
-        if self._closed:  # cancelled while the lease was under way
-            await environment.release(self._lease_id)
+        if self._closed:  # by somebody else, while the lease was under way
+            await self._setup.environment.release(self._lease_id)
             raise VenusError(f"episode {self._trajectory_id} was closed while it opened")
         await self._write(self.current)
         return self._setup.codec.prompt_ids(
@@ -116,7 +132,8 @@ class RepairEpisode:
         reward = 0.0
         if self._submitted and status is TrajectoryStatus.FINISHED:
             reward = float((await self._verdict(self.current)).ok)
-        stats = self._stats | {"tool_s": self._tool_s, "first_edit_pass": await self._first_edit_passes()}
+        first_edit_pass = await self._first_edit_passes()
+        stats = self._stats | {"tool_s": self._tool_s, "first_edit_pass": first_edit_pass}
         reason = SUBMITTED if self._submitted else OUT_OF_TURNS if self.turns >= self._setup.max_turns else stop_reason
         return Outcome(reward=reward, status=status, stop_reason=reason, stats=stats)
 
@@ -184,20 +201,43 @@ class RepairEpisode:
 
     # --------------------------------------------------------------------------------------------------- sandbox
 
+    async def _lease(self, template: str) -> Lease:
+        """A sandbox. When cancelled, the service goes on making it: it is released as soon as it is there."""
+        key = self._trajectory_id
+        leasing = asyncio.create_task(self._setup.environment.lease(template, key, self._setup.lifetime_s, key))
+        try:
+            return await asyncio.shield(leasing)
+        except asyncio.CancelledError:
+            releasing = asyncio.create_task(self._release_late(leasing))
+            self._setup.late.add(releasing)
+            releasing.add_done_callback(self._setup.late.discard)
+            raise
+
+    async def _release_late(self, leasing: asyncio.Task[Lease]) -> None:
+        try:
+            await self._setup.environment.release((await leasing).lease_id)
+        except Exception as error:
+            log.warning("trajectory %s: its late lease was not released: %s", self._trajectory_id, error)
+
     async def _write(self, lines: Sequence[str]) -> None:
         await self._setup.environment.write(self._lease_id, SOURCE_FILE, "\n".join(lines).encode())
 
     async def _verdict(self, lines: list[str]) -> Verdict:
         """Of the covering tests about the function when it reads `lines`."""
+        remembered = True
 
         async def run() -> Verdict:
+            nonlocal remembered
+            remembered = False
             if lines != self.current:
                 await self._write(lines)
                 self.current = lines
             request = self._task.test_request()
             return read_verdict(await self._setup.environment.exec(self._lease_id, [TEST], WALL_LIMIT_S, request))
 
-        return await self._setup.memo.verdict(self._task.record, lines, run)
+        found = await self._setup.memo.verdict(self._task.record, lines, run)
+        self._stats["memo_hits"] += remembered
+        return found
 
     async def _first_edit_passes(self) -> float:
         """1.0 if the first edit that applied already repaired the function, submitted or not."""
@@ -231,7 +271,9 @@ class RepairAgent:
         return self._setup.memo.statistics()
 
     async def aclose(self) -> None:
-        """Closes the memo's log; the environment client is its maker's."""
+        """Closes the memo's log; the environment client is its maker's, and open until late leases are released."""
+        if self._setup.late:
+            await asyncio.wait(self._setup.late, timeout=LATE_S)
         self._setup.memo.close()
 
 

@@ -9,6 +9,9 @@ import msgspec
 from envclient.base.errors import VenusError
 from envclient.types import ExecResult, ExecStatus
 
+NOT_ITS_OWN = (126, 137)
+"""Exit codes of a KILLED run that say nothing about the code: its fork was refused, or somebody else killed it."""
+
 
 class SandboxError(VenusError):
     """The verifier itself failed: no verdict about the code, never a reward of 0."""
@@ -35,12 +38,14 @@ def read_verdict(result: ExecResult) -> Verdict:
 
     Raises:
         SandboxError: the answer is none; carries the last line of what came instead.
+            Also a run that did not start or that somebody else killed.
     """
     if result.status is ExecStatus.TIMED_OUT:
         return Verdict(ok=False, message="Timeout", hung=True, by_clock=True)
-    if result.status is ExecStatus.KILLED:
+    if result.status is ExecStatus.KILLED and result.exit_code not in NOT_ITS_OWN:
         return Verdict(ok=False, message="Timeout", hung=True)
-    if not result.output:  # the server always says something: the code under test ended its process
+    if result.status is ExecStatus.EXITED and not result.output:
+        # The server always says something: the code under test ended its process.
         return Verdict(ok=False, message="Exit", hung=True)
     try:
         row = json.loads(result.output)

@@ -192,6 +192,22 @@ def test_what_is_no_regular_file_is_refused_at_once(play: Play, path: str) -> No
     play(scenario)
 
 
+@pytest.mark.parametrize("bad", ["a\0b", "a\ud800b"])
+def test_a_name_that_the_kernel_cannot_take_is_an_error(play: Play, bad: str) -> None:
+    async def scenario(backend: Backend) -> None:
+        with pytest.raises(VenusError, match="read: "):
+            await backend.read("a", bad, 100)
+        with pytest.raises(VenusError, match="write: "):
+            await backend.write("a", bad, b"x")
+        for _ in range(600):  # with two commands each, more than the descriptors that the agent may hold
+            for argv in ([bad], ["true", bad]):
+                refused = await backend.exec("a", argv, 5, b"", 1000)
+                assert (refused.status, refused.exit_code) == (ExecStatus.EXITED, 126) and refused.output
+        assert await text(backend, "a", "echo still here") == "still here\n"
+
+    play(scenario)
+
+
 def test_no_way_out_by_link_or_dots(play: Play, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("the run's token")
@@ -362,6 +378,23 @@ def test_every_sandbox_has_a_uid_of_its_own_and_gives_it_back(play: Play) -> Non
         await backend.destroy("a")
         await backend.create("t", "c")
         assert await text(backend, "c", "id -u") == first
+
+    play(scenario)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give each sandbox a uid of its own")
+def test_a_sandbox_that_does_not_come_up_keeps_no_uid(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError("no descriptors")
+
+    async def scenario(backend: Backend) -> None:
+        first = await text(backend, "a", "id -u")
+        with monkeypatch.context() as patched:
+            patched.setattr("envclient.node.process.GuestLink.connect", fail)
+            with pytest.raises(OSError, match="no descriptors"):
+                await backend.create("t", "b")
+        await backend.create("t", "c")
+        assert int(await text(backend, "c", "id -u")) == int(first) + 1
 
     play(scenario)
 

@@ -211,6 +211,37 @@ def test_a_dead_sandbox_is_an_error_and_never_a_reward(tmp_path: Path) -> None:
     with_agent(tmp_path, body, memo=False)
 
 
+def test_an_episode_cancelled_while_it_opens_leaves_no_lease(tmp_path: Path) -> None:
+    async def body(agent: RepairAgent, client: EnvClient) -> None:
+        await agent.episode(task().record.instance_id, "warm", Purpose.TRAIN)._setup.templates.ready()
+        for number in range(20):  # cancelled before, in and after the lease's way through the service
+            episode = new_episode(agent, f"t{number}")
+            opening = asyncio.create_task(episode.open())
+            await asyncio.sleep(0.002 * number)
+            opening.cancel()
+            await asyncio.wait({opening})
+            await episode.close()
+        while agent._setup.late:
+            await asyncio.wait(set(agent._setup.late))
+        statistics = await client.statistics()
+        assert statistics.leases == 0 and statistics.created == statistics.released > 0
+
+    with_agent(tmp_path, body)
+
+
+def test_templates_that_cannot_be_prepared_end_the_worker_in_one_line(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with EnvClient("http://127.0.0.1:9", "none") as nowhere:
+            agent = make_agent(
+                environment=nowhere, model_path=MODEL, context_length=640, records=str(toolz_file(tmp_path))
+            )
+            await new_episode(agent, "t1").open()
+
+    with pytest.raises(ConfigError, match=r"templates cannot be prepared: .*is that role still alive") as error:
+        asyncio.run(run())
+    assert "\n" not in str(error.value)
+
+
 def test_trained_ids_are_the_template_s_own_render(tmp_path: Path) -> None:
     async def body(agent: RepairAgent, client: EnvClient) -> None:
         actions = [call("view"), "words first", *oracle(task(), Tool.EDIT)]
@@ -250,7 +281,9 @@ def test_the_memo_spares_runs_and_a_full_grading_without_it_agrees(tmp_path: Pat
         for number in range(3):
             for index, site in enumerate(sites(task().buggy)):
                 episode = new_episode(agent, f"t{number}.{index}")
-                await play(episode, [edit_call(Tool.EDIT, task().buggy, site), call("test"), call("submit")])
+                actions = [edit_call(Tool.EDIT, task().buggy, site), call("test"), call("submit")]
+                outcome = (await play(episode, actions))[2]
+                assert outcome.stats["memo_hits"] == (3 if number else 2)
                 await episode.close()
         candidates = len(sites(task().buggy))
         statistics = agent.statistics()

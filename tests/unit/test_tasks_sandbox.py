@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from envclient.node.process import ProcessBackend
-from envclient.types import ExecStatus
+from envclient.types import ExecResult, ExecStatus
 from examples.tasks.libraries import LIBRARIES
 from examples.tasks.repair_task import SOURCE_FILE, WALL_LIMIT_S, RepairTask, TaskReader
 from examples.tasks.templates import TEST, template
@@ -84,3 +84,16 @@ def test_a_verifier_that_cannot_judge_is_an_error_and_not_a_failure_of_the_code(
                 read_verdict(result)
 
     asyncio.run(in_sandbox("toolz", body))
+
+
+@pytest.mark.parametrize(("exit_code", "own"), [(155, True), (139, True), (126, False), (137, False)])
+def test_a_run_that_was_refused_or_killed_from_outside_is_no_timeout(exit_code: int, own: bool) -> None:
+    for output in (b"", b"venus-test: Resource temporarily unavailable\n"):
+        result = ExecResult(
+            status=ExecStatus.KILLED, exit_code=exit_code, output=output, truncated=False, duration_s=0.0
+        )
+        if own:
+            assert read_verdict(result).message == "Timeout"
+        else:
+            with pytest.raises(SandboxError, match=f"exit code {exit_code}" if not output else "unavailable"):
+                read_verdict(result)

@@ -53,15 +53,17 @@ def find_fault(trajectory: Trajectory, order: StartTrajectory | None, version: i
     if covered != trajectory.loss_mask:
         return "spans do not cover exactly the tokens of the loss mask"
     if trajectory.status in SCORED:
-        if not trajectory.prompt_ids or not trajectory.spans:
+        # A prompt that fills the context leaves no room for a response: truncated before its first token.
+        full = trajectory.status is TrajectoryStatus.TRUNCATED and not trajectory.response_ids
+        if not trajectory.prompt_ids or not (trajectory.spans or full):
             return "it is scored but has no prompt or no generated token"
         if not math.isfinite(trajectory.reward):
             return f"its reward is {trajectory.reward}"
         if not all(map(math.isfinite, trajectory.logprobs)):
             return "a log-prob is not finite"
-        if max(trajectory.logprobs) > _LOGPROB_SLACK:
+        if max(trajectory.logprobs, default=0.0) > _LOGPROB_SLACK:
             return f"a log-prob is {max(trajectory.logprobs)}, above 0"
-        if min(trajectory.response_ids) < 0 or min(trajectory.prompt_ids) < 0:
+        if min(trajectory.prompt_ids + trajectory.response_ids) < 0:
             return "a token id is negative"
     return ""
 

@@ -15,8 +15,8 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def version_span(trajectory: Trajectory) -> int:
-    """v_last − v_first + 1 over the generated tokens."""
-    return trajectory.spans[-1].version - trajectory.spans[0].version + 1
+    """v_last − v_first + 1 over the generated tokens; 0 when there are none."""
+    return trajectory.spans[-1].version - trajectory.spans[0].version + 1 if trajectory.spans else 0
 
 
 def batch_metrics(groups: Sequence[SealedGroup], step: int) -> dict[str, float | None]:
@@ -43,7 +43,7 @@ def batch_metrics(groups: Sequence[SealedGroup], step: int) -> dict[str, float |
         "tokens/trained": float(sum(t.generated_tokens for t in members)),
         "sequences/trained": float(count),
         "staleness/span_max": float(max(map(version_span, members))),
-        "staleness/age_max": float(max(step - 1 - t.spans[0].version for t in members)),
+        "staleness/age_max": float(max((step - 1 - t.spans[0].version for t in members if t.spans), default=0)),
         "truncated_rate": sum(t.status is TrajectoryStatus.TRUNCATED for t in members) / count,
         "kv/hit_rate": ratio(total["cached_tokens"], total["sent_tokens"]),
         "tool_error_rate": ratio(total["tool_errors"], total["tool_calls"]),

@@ -136,6 +136,8 @@ class Groups:
         status = event.status
         if status is TrajectoryStatus.ABORTED:
             return episode.fate or TrajectoryStatus.FAILED, episode.cause or event.cause or "aborted by its worker"
+        if status is TrajectoryStatus.TRUNCATED and event.generated_tokens == 0:
+            return status, "the prompt fills the context"
         if status is TrajectoryStatus.TRUNCATED and not self._config.train_truncated:
             return status, "truncated, and truncated trajectories do not train"
         if status in (TrajectoryStatus.FINISHED, TrajectoryStatus.TRUNCATED):

@@ -22,7 +22,7 @@ from envclient.base.wire import Client
 from megatron_venus.config import VenusConfig
 from rollout.dispatcher import Dispatcher, DispatcherConfig
 from rollout.protocol import Empty, JoinRequest, PollReply, PollRequest, Status
-from rollout.types import Capabilities, EventRow, RunStarted, Trajectory, TurnEnded
+from rollout.types import Capabilities, EventRow, RunStarted, Trajectory, TrajectoryStatus, TurnEnded
 from tests.e2e.coordinator_world import (
     CoordinatorProcess,
     ToyActor,
@@ -164,6 +164,34 @@ def test_a_malformed_trajectory_is_not_trained(tmp_path: Path) -> None:
     assert not trained & set(bad)
     assert len(trained) == 12
     assert read_jsonl(run_dir / "metrics.jsonl")[0]["env_failure_rate"] > 0
+
+
+def test_a_prompt_that_fills_the_context_counts_in_evaluations_and_does_not_train(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    full: list[str] = []
+
+    def fill(trajectory: Trajectory) -> Trajectory:
+        if trajectory.task_id not in ("task1", "held1"):
+            return trajectory
+        full.append(trajectory.trajectory_id)
+        nothing: dict[str, Any] = {"response_ids": [], "loss_mask": [], "logprobs": [], "spans": [], "turns": 0}
+        return with_status(trajectory, status=TrajectoryStatus.TRUNCATED, reward=0.0, **nothing)
+
+    async def scenario(url: str) -> ToyActor:
+        async with connected(url) as wire:
+            actor = ToyActor(wire, steps=10, evaluate_every=1)
+            await play(actor, ToyWorker(wire, corrupt=fill))
+            return actor
+
+    with coordinator(run_dir, toy_config(run_dir, steps=10, epochs=1, tasks=5)) as process:
+        actor = asyncio.run(scenario(process.url))
+        assert process.end() == 0
+        assert "malformed" not in process.log and "the prompt fills the context" in process.log
+    assert [e.samples for e in actor.evaluations] == [6, 6]
+    counts = read_json(run_dir / "summary.json")["counts"]
+    assert (counts["accepted"], counts["failed"]) == (4, 1)
+    assert all(name.split(".")[-1] == "0" for name in full), "nothing is sampled anew"
+    assert all(row["env_failure_rate"] == 0 for row in read_jsonl(run_dir / "metrics.jsonl"))
 
 
 def test_wrong_token_bad_body_and_unknown_worker_are_refused(tmp_path: Path) -> None:

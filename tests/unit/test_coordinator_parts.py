@@ -98,6 +98,16 @@ def test_a_malformed_trajectory_fails_with_its_cause(trajectory: Trajectory) -> 
     assert fault in event.cause
 
 
+def test_a_prompt_that_fills_the_context_is_truncated_and_keeps_its_reward() -> None:
+    empty = changed(response_ids=[], loss_mask=[], logprobs=[], spans=[], reward=0.5, turns=0)
+    assert "no generated token" in find_fault(empty, ORDER, 2)
+    full = msgspec.structs.replace(empty, status=TrajectoryStatus.TRUNCATED)
+    assert admit(full, ORDER, 2) is full
+    event = as_event(full, "w0")
+    assert (event.status, event.reward, event.generated_tokens) == (TrajectoryStatus.TRUNCATED, 0.5, 0)
+    assert judge("e", 2, [full, GOOD], 2)["pass"] == (0.5 + GOOD.reward) / 2
+
+
 def test_a_failed_trajectory_needs_no_tokens() -> None:
     failed = changed(
         status=TrajectoryStatus.FAILED,

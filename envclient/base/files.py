@@ -47,7 +47,9 @@ class JsonlWriter:
 
     def write(self, row: bytes | dict[str, Any]) -> None:
         raw = row if isinstance(row, bytes) else json.dumps(row).encode()
-        self._file.write(raw + b"\n")
+        left = memoryview(raw + b"\n")
+        while left:  # a raw file may write less than it was given
+            left = left[self._file.write(left) :]
 
     def close(self) -> None:
         self._file.close()

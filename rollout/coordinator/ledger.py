@@ -210,7 +210,7 @@ class Ledger:
             self._check_counts()
             self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            self._roll_back()
             self._counts, self._last_step = counts, last_step
             raise
 
@@ -253,7 +253,7 @@ class Ledger:
             self._set_meta("attempt", str(attempt))
             self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            self._roll_back()
             raise
         self._counts, self._last_step = self._count(), self._newest_step()
         return RunStarted(version=step, requeued=[(str(p), str(t)) for p, t in found], next_attempt=attempt)
@@ -337,6 +337,11 @@ class Ledger:
             raise InvariantError(f"the ledger does not add up: {self._counts}")
 
     # ------------------------------------------------------------------------------------------------ plumbing
+
+    def _roll_back(self) -> None:
+        """After an error. SQLite itself rolls back on some (a full disk): a second time would hide the first error."""
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
 
     def _create(self, key: RunKey, run_id: str) -> None:
         first = {

@@ -177,6 +177,18 @@ def test_another_seed_or_task_list_is_refused(tmp_path: Path, key: RunKey, word:
         Ledger(tmp_path / "l", key, "x")
 
 
+def test_a_full_disk_is_reported_as_such(tmp_path: Path) -> None:
+    ledger = ledger_at(tmp_path / "ledger.sqlite")
+    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        ledger.commit([submit(n) for n in range(200)])
+    assert ledger.counts["submitted"] == 0
+    ledger._db.execute(f"PRAGMA max_page_count = {1000 * pages}")
+    ledger.commit([submit(0)])
+    assert ledger.identity().ledger_ok
+
+
 def test_a_checkpoint_that_the_ledger_does_not_know_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="step 3"):
         two_steps(tmp_path / "l").resume(3)

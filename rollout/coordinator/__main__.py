@@ -104,7 +104,6 @@ def open_run(run_dir: Path, resume_step: int) -> tuple[Service, RunStarted]:
         wandb_run = WandbRun(run_dir, ledger.run_id, run.name, whole)
     tracker = Tracker(
         run_dir,
-        run,
         resume_step=started.version,
         identity=ledger.identity,
         now=time.monotonic(),

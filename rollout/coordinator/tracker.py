@@ -1,7 +1,8 @@
 """What a run leaves for people: `metrics.jsonl`, `evals.jsonl`, `summary.json`, and an offline W&B run.
 
-The shell tells what happened; a step's row is written once it is complete: optimizer step made, weights synced, and,
-where the config asks for an evaluation of that version, evaluated. A later step or the end writes it as it stands.
+The shell tells what happened; a step's row is written once its optimizer step is made and its weights are synced, so
+that every checkpoint's row is on the disk. A later step or the end writes it as it stands. An evaluation of the newest
+step is filled in.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from envclient.base.files import JsonlWriter, read_jsonl, write_atomic, write_json_atomic
-from rollout.config import RunConfig
 from rollout.coordinator.ledger import Identity
 from rollout.coordinator.metrics import batch_metrics, ratio
 from rollout.coordinator.shelf import SealedGroup
@@ -31,7 +31,6 @@ class Tracker:
     def __init__(
         self,
         run_dir: Path,
-        run: RunConfig,
         *,
         resume_step: int,
         identity: Callable[[], Identity],
@@ -39,14 +38,14 @@ class Tracker:
         wandb_run: WandbRun | None = None,
     ) -> None:
         """Rows of steps and evaluations after `resume_step` are removed: their weights are lost."""
-        self._run = run
         self._identity = identity
         self._wandb = wandb_run
         self._summary = run_dir / "summary.json"
         self._step = resume_step
         self._last = _keep(run_dir / "metrics.jsonl", "step", resume_step)[-1:]
         self.evaluations = _keep(run_dir / "evals.jsonl", "version", resume_step)
-        self._metrics_file = JsonlWriter(run_dir / "metrics.jsonl")
+        self._metrics = run_dir / "metrics.jsonl"
+        self._metrics_file = JsonlWriter(self._metrics)
         self._evals_file = JsonlWriter(run_dir / "evals.jsonl")
         self._pending: dict[str, Any] | None = None
         self._begun = False
@@ -110,8 +109,7 @@ class Tracker:
             row["sync/seconds"] = seconds.get("total", sum(seconds.values()))
             row.update({f"sync/{name}_s": value for name, value in seconds.items() if name != "total"})
             self._measure(now)
-            if not self._evaluates(version):
-                self.flush()
+            self.flush()
         self._step_start = now
 
     def eval_requested(self, now: float) -> None:
@@ -121,14 +119,16 @@ class Tracker:
 
     def evaluated(self, row: dict[str, Any], now: float) -> None:
         """An evaluation ended; `row` is its row of evals.jsonl."""
+        values = {"eval/pass": row["pass"], "eval/standard_error": row["standard_error"]}
+        if self._pending is not None and self._pending["step"] == row["version"]:
+            self._pending.update(values)
+        elif self._last and self._last[0]["step"] == row["version"]:
+            self._last[0].update(values)
+            self._rewrite_last()  # before the evaluation's own row: after a kill in between it is made again
         self.evaluations.append(row)
         self._evals_file.write(row)
-        if self._pending is not None and self._pending["step"] == row["version"]:
-            self._pending["eval/pass"] = row["pass"]
-            self._pending["eval/standard_error"] = row["standard_error"]
-            self.flush()
-        elif self._wandb is not None:
-            self._wandb.log({"eval/pass": row["pass"], "eval/standard_error": row["standard_error"]}, row["version"])
+        if self._wandb is not None:
+            self._wandb.log(values, row["version"])
         if self._eval_start is not None:
             self._eval_s += now - self._eval_start
             self._eval_start = None
@@ -162,12 +162,12 @@ class Tracker:
         row["time/step_s"] = now - self._step_start
         row["tokens_per_s"] = ratio(row.get("tokens/trained") or 0.0, row["time/step_s"])
 
-    def _evaluates(self, version: int) -> bool:
-        """Whether the actor will evaluate `version`: the row of its step waits for that."""
-        run = self._run
-        if version >= run.steps:
-            return run.eval_after
-        return bool(run.eval_every) and version % run.eval_every == 0
+    def _rewrite_last(self) -> None:
+        """Replace the newest row of metrics.jsonl."""
+        rows = [*read_jsonl(self._metrics)[:-1], *map(_finite, self._last)]
+        self._metrics_file.close()
+        write_atomic(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        self._metrics_file = JsonlWriter(self._metrics)
 
     def _write_summary(self, reason: str) -> None:
         identity = self._identity()

@@ -1,4 +1,4 @@
-"""What a run leaves: rows are complete, written once, and undone by a resume; W&B cannot hurt the run."""
+"""What a run leaves: rows are complete, in time, and undone by a resume; W&B cannot hurt the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from envclient.base.files import read_json, read_jsonl
-from rollout.config import RunConfig
+from envclient.base.files import JsonlWriter, read_json, read_jsonl
 from rollout.coordinator.ledger import Identity
 from rollout.coordinator.metrics import batch_metrics
 from rollout.coordinator.shelf import SealedGroup
@@ -52,10 +51,9 @@ def group(versions: list[list[int]], sealed_at: float = 3.0, **changes: Any) -> 
     return SealedGroup(seal=seal, members=tuple(members), sealed_at=sealed_at)
 
 
-def tracker(run_dir: Path, resume_step: int = 0, faults: tuple[str, ...] = (), **run: Any) -> Tracker:
+def tracker(run_dir: Path, resume_step: int = 0, faults: tuple[str, ...] = ()) -> Tracker:
     return Tracker(
         run_dir,
-        RunConfig(steps=9, **run),
         resume_step=resume_step,
         identity=lambda: Identity(counts=COUNTS, faults=faults),
         now=0.0,
@@ -104,22 +102,21 @@ def test_a_row_is_written_when_its_sync_is_over_and_times_add_up(tmp_path: Path)
     assert first["grad_norm"] is None
 
 
-def test_a_row_waits_for_the_evaluation_of_its_version_and_no_longer_than_that(tmp_path: Path) -> None:
-    one = tracker(tmp_path, eval_every=2)
+def test_an_evaluation_is_filled_into_the_row_of_its_step(tmp_path: Path) -> None:
+    one = tracker(tmp_path)
     make_step(one, 1, 5.0)
     make_step(one, 2, 10.0)
-    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2], "a kill would lose a row that waits"
     one.eval_requested(10.0)
     one.evaluated(evaluation(2, 0.75), 12.0)
+    one.evaluated(evaluation(1, 0.5), 12.0)  # of no step that is the newest: in evals.jsonl alone
     make_step(one, 3, 20.0)
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [(r["step"], r["eval/pass"], r["time/eval_s"]) for r in rows] == [(1, None, 0), (2, 0.75, 0), (3, None, 2.0)]
-    make_step(one, 4, 25.0)
-    make_step(one, 5, 30.0)
-    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
-    one.step_finished(6, False, [group([[5, 5]])], 31.0)
+    assert rows[1]["eval/standard_error"] == 0.1
+    one.step_finished(4, False, [group([[3, 3]])], 31.0)
     one.close("stopped")
-    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert read_json(tmp_path / "summary.json")["reason"] == "stopped"
 
 
@@ -152,6 +149,28 @@ def test_a_resume_takes_back_the_rows_of_lost_weights(tmp_path: Path) -> None:
     assert (summary["steps"], summary["eval_before"]["version"], summary["eval_after"]) == (3, 0, None)
 
 
+def test_a_kill_during_an_evaluation_loses_no_row(tmp_path: Path) -> None:
+    make_step(tracker(tmp_path), 1, 5.0)  # and then it is killed
+    two = tracker(tmp_path, resume_step=1)
+    two.evaluated(evaluation(1, 0.25), 9.0)
+    make_step(two, 2, 15.0)
+    assert [(r["step"], r["eval/pass"]) for r in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 0.25), (2, None)]
+
+
+def test_a_row_is_written_whole_where_the_kernel_takes_it_in_parts(tmp_path: Path) -> None:
+    class Slow:
+        def write(self, data: memoryview) -> int:
+            taken.extend(data[:3])
+            return len(data[:3])
+
+    taken = bytearray()
+    writer: Any = JsonlWriter(tmp_path / "rows.jsonl")
+    writer.close()
+    writer._file = Slow()
+    writer.write({"step": 1})
+    assert taken == b'{"step": 1}\n'
+
+
 def test_numbers_that_are_none_become_null_and_faults_are_told(tmp_path: Path) -> None:
     one = tracker(tmp_path, faults=("a group entered two optimizer steps",))
     one.report(1, {"grad_norm": math.nan, "loss": math.inf})
@@ -171,6 +190,8 @@ def test_batch_metrics_of_mixed_versions() -> None:
     assert numbers["truncated_rate"] == pytest.approx(2 / 3)
     assert (numbers["kv/hit_rate"], numbers["tool_error_rate"], numbers["edits/mean"]) == (1 / 3, 0.5, 1.0)
     assert batch_metrics([group([[0, 0]], stats={})], 1)["kv/hit_rate"] is None
+    empty = batch_metrics([group([[0, 0]], spans=[], response_ids=[], loss_mask=[], logprobs=[])], 1)
+    assert (empty["tokens/trained"], empty["staleness/span_max"], empty["staleness/age_max"]) == (0, 0, 0)
 
 
 def test_a_broken_wandb_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

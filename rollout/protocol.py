@@ -114,7 +114,7 @@ class SyncEndRequest(Record, frozen=True, kw_only=True):
 
 
 class EvaluateRequest(Record, frozen=True, kw_only=True):
-    """Evaluate the current version; blocks until done. `samples_per_task` trajectories a task."""
+    """Evaluate the current version with `run.eval_samples` trajectories; blocks until done."""
 
     eval_id: str
     version: int

@@ -1,7 +1,8 @@
 """`python -m rollout.replay runs/NAME/events.jsonl`: derive every decision of a run again from its recorded events.
 
 Each RunStarted (the run's beginning and every resume) begins with a fresh dispatcher, made from the `config.yaml`
-beside the file. Exit code 0 when every row's commands are the recorded ones, 1 with the first row that differs.
+beside the file: the one of the last resume. Exit code 0 when every row's commands are the recorded ones, 1 with the
+first row that differs.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def _main() -> int:
     print(f"event     {msgspec.json.encode(row.event).decode()}")
     print(f"recorded  {msgspec.json.encode(row.commands).decode()}")
     print(f"derived   {msgspec.json.encode(difference.derived).decode()}")
+    if sum(isinstance(recorded.event, RunStarted) for recorded in read_rows(path)) > 1:
+        print(f"note      the run was resumed, and {config_path.name} may have changed then: that differs too")
     return 1
 
 

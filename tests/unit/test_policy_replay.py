@@ -61,6 +61,7 @@ def test_the_first_difference_is_reported(run_dir: Path) -> None:
     assert done.returncode == 1
     assert f"{place} rows agree; row {rows[place].seq} differs" in done.stdout
     assert '"count":99' in done.stdout
+    assert "the run was resumed, and config.yaml may have changed" in done.stdout
 
 
 def test_another_config_decides_otherwise(run_dir: Path) -> None:

@@ -122,11 +122,6 @@ def root(library: Library) -> Path:
     return final
 
 
-def fetch_all() -> list[Path]:
-    """Every library's root, fetching what is missing."""
-    return [root(library) for library in LIBRARIES.values()]
-
-
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Several roles may start at once; one of them downloads."""

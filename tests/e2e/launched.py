@@ -94,7 +94,13 @@ class Launched:
         command = [sys.executable, "-m", "megatron_venus.launch", "--config", str(QUICKSTART), f"run.root={root}"]
         with open(self.output, "ab") as out:
             self.process = subprocess.Popen(
-                [*command, *SMALL, *overrides], cwd=ROOT, stdout=out, stderr=out, start_new_session=True
+                [*command, *SMALL, *overrides],
+                cwd=ROOT,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                # A shell without job control starts background commands with SIGINT ignored, and that is inherited.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def __enter__(self) -> Launched:

@@ -20,6 +20,7 @@ from megatron_venus import setup
 from megatron_venus.checkpoint_index import Checkpoint, checkpoint_dir, read_checkpoint
 from megatron_venus.config import VenusConfig
 from megatron_venus.coordinator_link import CoordinatorLink
+from rollout.config import RunConfig
 from rollout.types import BatchClosed, BatchCounts
 
 
@@ -32,6 +33,8 @@ def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoi
     made = saved = resume.step if resume else 0
     if leader and run.eval_before and made == 0:
         link.evaluate("before", 0)
+    if leader and made > 0:
+        evaluate_periodically(run, link, made)  # the kill may have prevented it; one that was made is not made again
     while made < run.steps:
         step, seconds = made + 1, {"time/wait_s": 0.0, "time/train_s": 0.0}
         counts = add_groups(step, link, parts, seconds)
@@ -48,14 +51,20 @@ def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoi
         if run.checkpoint_every and step % run.checkpoint_every == 0:
             parts.save(step)
             saved = step
-        if leader and run.eval_every and step % run.eval_every == 0 and step < run.steps:
-            link.evaluate(f"step{step:06d}", step)
+        if leader:
+            evaluate_periodically(run, link, step)
     if made > saved:
         parts.save(made)
     if leader and run.eval_after:
         link.evaluate("after", made)
     parts.sync.close()
     setup.leave()
+
+
+def evaluate_periodically(run: RunConfig, link: CoordinatorLink, step: int) -> None:
+    """Evaluate the weights of `step`, where `run.eval_every` asks for it."""
+    if run.eval_every and step % run.eval_every == 0 and step < run.steps:
+        link.evaluate(f"step{step:06d}", step)
 
 
 def add_groups(step: int, link: CoordinatorLink, parts: setup.Parts, seconds: dict[str, float]) -> BatchCounts:

@@ -188,7 +188,8 @@ def test_a_dead_engine_ends_the_worker_with_its_last_words() -> None:
         coordinator, agent, engine = FakeCoordinator(), ToyAgent(), ScriptedEngine(token_s=0.05)
         async with working(coordinator, agent, engine) as running:
             await coordinator.send(order("a.0.0.0"))
-            await asyncio.sleep(0.2)
+            while not agent.opened:
+                await asyncio.sleep(0.01)
             engine.die("engine ended: the last line of its log")
             with pytest.raises(VenusError, match="the last line of its log"):
                 await running

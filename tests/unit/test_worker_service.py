@@ -189,7 +189,7 @@ def test_a_dead_engine_ends_the_worker_with_its_last_words() -> None:
         async with working(coordinator, agent, engine) as running:
             await coordinator.send(order("a.0.0.0"))
             while not agent.opened:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
             engine.die("engine ended: the last line of its log")
             with pytest.raises(VenusError, match="the last line of its log"):
                 await running

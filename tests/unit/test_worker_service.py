@@ -183,13 +183,20 @@ def test_an_aborted_trajectory_is_reported_with_the_ordered_status_and_frees_its
     run(scenario())
 
 
+async def wait_opened(agent: ToyAgent) -> None:
+    """Until an episode is open; bounded by `run`."""
+    while True:
+        await asyncio.sleep(0.01)
+        if agent.opened:
+            return
+
+
 def test_a_dead_engine_ends_the_worker_with_its_last_words() -> None:
     async def scenario() -> None:
         coordinator, agent, engine = FakeCoordinator(), ToyAgent(), ScriptedEngine(token_s=0.05)
         async with working(coordinator, agent, engine) as running:
             await coordinator.send(order("a.0.0.0"))
-            while not agent.opened:
-                await asyncio.sleep(0)
+            await wait_opened(agent)
             engine.die("engine ended: the last line of its log")
             with pytest.raises(VenusError, match="the last line of its log"):
                 await running

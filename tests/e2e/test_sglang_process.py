@@ -136,7 +136,7 @@ def test_arguments_that_spoil_the_contract_are_refused(name: str, why: str) -> N
 
 def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
     for model, match in [
-        (ModelConfig(path=str(MODEL), context_length=1_000_000), "allows 2048"),
+        (ModelConfig(path=str(MODEL), context_length=1_000_000), "beyond the 2048 positions"),
         (ModelConfig(path=str(tmp_path)), "missing"),
         (ModelConfig(path=str(MODEL), dtype="float16"), "float16"),
     ]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -183,3 +184,11 @@ def test_one_launcher_a_run_folder(tmp_path: Path) -> None:
         again = lock_run(tmp_path / "r")
         with pytest.raises(PreflightError, match="in use by another launcher"):
             again.__enter__()
+
+
+def test_the_readme_is_whole_and_names_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "@@" not in text
+    for command in ("bash examples/quickstart.sh", "bash tests/run.sh"):
+        assert command in text
+    assert all((ROOT / path).exists() for path in re.findall(r"\]\(([a-zA-Z][^):]*)\)", text))

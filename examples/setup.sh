@@ -11,7 +11,8 @@ install_system_packages() {
   command -v dpkg-query >/dev/null || { say "no dpkg here: make sure these are installed: $need"; return 0; }
   for package in $need; do
     # Newer releases renamed some libraries (libcurl4t64) for their 64-bit time_t.
-    dpkg-query -W -f='${db:Status-Status}\n' "$package" "${package}t64" 2>/dev/null | grep -qx installed || missing+=("$package")
+    { dpkg-query -W -f='${db:Status-Status}\n' "$package" "${package}t64" 2>/dev/null || true; } | grep -qx installed \
+      || missing+=("$package")
   done
   [ ${#missing[@]} -eq 0 ] && return 0
   local root=()

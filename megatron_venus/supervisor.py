@@ -29,7 +29,7 @@ class Supervisor:
         self.run_dir = run_dir
         self.run_id = secrets.token_hex(8)
         # A service that runs elsewhere (env.url) has its token already: the caller gives it in the environment.
-        self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
         self._children: list[Child] = []
         self._warden_pipe = -1
         self._warden: asyncio.subprocess.Process | None = None

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    server_args = prepare_server_args([*argv, "--api-key", token])
+    server_args = prepare_server_args([*argv, f"--api-key={token}"])
     try:
         run_server(server_args)
     finally:

@@ -12,7 +12,7 @@ from envclient.base.errors import ConfigError, InvariantError, WireError
 from rollout.adapters.scripted_engine import ScriptedEngine
 from rollout.types import StartTrajectory, Trajectory, TrajectoryStatus, TurnEnded
 from rollout.worker.agent_loop import EngineFailed
-from tests.unit.worker_kit import STOP, ToyAgent, make_loop, order, run
+from tests.unit.worker_kit import STOP, ToyAgent, make_loop, order, run, until
 
 
 async def play(agent: ToyAgent, engine: ScriptedEngine | None = None, *, context_length: int = 200) -> Trajectory:
@@ -201,7 +201,7 @@ def test_a_dead_engine_is_told_from_a_failed_sandbox() -> None:
         agent = ToyAgent()
         loop, _ = make_loop(engine, agent)
         playing = asyncio.ensure_future(loop.run(order()))
-        await asyncio.sleep(0.02)
+        await until(lambda: bool(engine._running))
         engine.die("out of memory")
         with pytest.raises(EngineFailed):
             await playing
@@ -222,7 +222,10 @@ def test_cancellation_frees_slot_engine_and_lease(moment: str) -> None:
         loop, scheduler = make_loop(engine, agent, slots=1, context_length=20_000)
         names = [f"p0.0.{i}.0" for i in range(2)]
         tasks = [asyncio.ensure_future(loop.run(order(name))) for name in names]
-        await asyncio.sleep(0.05)
+        if slow:
+            await until(lambda: scheduler.statistics()["waiting"] == 1 and bool(engine._running))
+        else:
+            await until(lambda: names[0] in agent.hung)
         victim = tasks[1] if moment == "wait" else tasks[0]
         victim.cancel()
         with pytest.raises(asyncio.CancelledError):

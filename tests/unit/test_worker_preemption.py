@@ -16,7 +16,7 @@ from rollout.types import PriorityClass, SetClass, Trajectory, TurnEnded, TurnRe
 from rollout.worker.scheduler import SlotScheduler
 from rollout.worker.service import RolloutWorker
 from tests.unit.test_worker_service import FakeCoordinator, serving
-from tests.unit.worker_kit import ToyAgent, make_loop, order, run
+from tests.unit.worker_kit import ToyAgent, make_loop, order, run, until
 
 HIGH, LOW, PARKED = PriorityClass.HIGH, PriorityClass.LOW, PriorityClass.PARKED
 
@@ -66,7 +66,8 @@ def test_a_high_turn_takes_the_slot_of_a_low_one_which_goes_on_later() -> None:
         scheduler = SlotScheduler(engine, make_slots("priority", 1), version=0, temperature=1.0)
         scheduler.set_class("urgent", HIGH, 0)
         low = asyncio.ensure_future(scheduler.turn("low", [1, 2, 3], max_new_tokens=40, stop_token_ids=[2]))
-        await asyncio.sleep(0.1)
+        await until(lambda: bool(engine._running))
+        await asyncio.sleep(0.05)  # a few tokens; how many does not matter
         urgent = await scheduler.turn("urgent", [1, 2, 3], max_new_tokens=5, stop_token_ids=[2])
         assert len(urgent.token_ids) == 5 and not low.done()
         turn = await low

@@ -28,6 +28,14 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the loop run until the condition holds; bounded by `run`."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0)
+
+
 @dataclass
 class ToyAgent:
     """`turns` turns, each answered by `observation`; `fail_at` is a step that raises, `hang_at` one that never ends."""
@@ -44,6 +52,7 @@ class ToyAgent:
     closed: set[str] = field(default_factory=set)
     actions: dict[str, list[list[int]]] = field(default_factory=dict)
     scored: dict[str, tuple[TrajectoryStatus, str]] = field(default_factory=dict)
+    hung: set[str] = field(default_factory=set)
 
     def episode(self, task_id: str, trajectory_id: str, purpose: Purpose) -> ToyEpisode:
         return ToyEpisode(self, trajectory_id)
@@ -66,6 +75,7 @@ class ToyEpisode:
         if self.agent.fail_at == step:
             raise self.agent.error
         if self.agent.hang_at == step:
+            self.agent.hung.add(self.name)
             await asyncio.Event().wait()
 
     async def open(self) -> list[int]:
@@ -114,7 +124,7 @@ def make_loop(
     return AgentLoop(agent, scheduler, context_length=context_length, report_turn=report), scheduler
 
 
-__all__ = ["STOP", "ToyAgent", "VenusError", "make_loop", "order", "run"]
+__all__ = ["STOP", "ToyAgent", "VenusError", "make_loop", "order", "run", "until"]
 
 
 def make_agent(*, environment: object, model_path: str, context_length: int, turns: int = 3) -> ToyAgent:

@@ -87,6 +87,8 @@ def _stretch(config: TransformerConfig, rope: Rope) -> None:
     }
     for name, value in scaling.items():
         setattr(config, f"yarn_{name}", value)
+    # Transformer Engine's fused rotary kernel for packed batches knows no attention factor and would leave it out.
+    config.apply_rope_fusion = False
 
 
 def _layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:

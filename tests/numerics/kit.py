@@ -115,7 +115,8 @@ def start_megatron(parallel: ParallelConfig | None = None) -> Any:
     from megatron_venus.adapters import layout
 
     if not dist.is_initialized() and "RANK" not in os.environ:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return layout.join(parallel or ParallelConfig())
 
 
@@ -245,12 +246,13 @@ class Case(Record):
     advantage: AdvantageRule = AdvantageRule()
     parallel: ParallelConfig = ParallelConfig()
     """All cases of one torchrun have the same."""
+    dtype: str = "float32"
 
 
 def process(cases: Path, out: Path) -> None:
     results = []
     for case in msgspec.msgpack.decode(cases.read_bytes(), type=list[Case]):
-        actor = make_actor(Path(case.folder), parallel=case.parallel)
+        actor = make_actor(Path(case.folder), parallel=case.parallel, dtype=case.dtype)
         options: dict[str, Any] = {"loss": case.loss, "advantage": case.advantage}
         if case.loss.kl.place != "none":
             options["reference"] = FrozenReference(actor.chunks)

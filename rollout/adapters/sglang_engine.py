@@ -19,7 +19,7 @@ import orjson
 from envclient.base.errors import ConfigError, InvariantError, VenusError, WireError
 from envclient.base.ports import free_port
 from envclient.base.processes import Child, last_lines, start_child
-from rollout.adapters.sglang_args import server_arguments, server_environment
+from rollout.adapters.sglang_args import server_arguments, server_environment, tensor_parallel
 from rollout.config import ModelConfig, WorkerConfig
 from rollout.protocol import GenerateRequest, Generation
 from rollout.types import Capabilities
@@ -48,7 +48,9 @@ class SglangEngine:
         self, *, model_path: str, model: ModelConfig, worker: WorkerConfig, log: Path, token: str, seed: int
     ) -> None:
         self._arguments = server_arguments(model_path=model_path, model=model, worker=worker, seed=seed)
-        self._environment = server_environment(token=token, extensions=log.parent / f"{log.stem}-extensions")
+        self._environment = server_environment(
+            token=token, extensions=log.parent / f"{log.stem}-extensions", ranks=tensor_parallel(worker)
+        )
         self._start_timeout_s = worker.engine_start_timeout_s
         self._request_timeout_s = worker.request_timeout_s
         self._log = log

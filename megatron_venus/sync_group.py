@@ -70,16 +70,21 @@ class SyncGroup:
         except (RuntimeError, TimeoutError) as error:
             raise EnginesFailed(self._all_to_blame(error)) from None
 
-    def broadcast(self, flat: Tensor, updates: Mapping[SyncEngine, Future[Any]]) -> None:
-        """Send `flat` to every member; `updates` are the requests that make them receive it.
+    def broadcast(self, messages: Sequence[Tensor], updates: Mapping[SyncEngine, Future[Any]]) -> None:
+        """Send the bytes of `messages` to every member; `updates` are the requests that make them receive them.
 
         Raises:
             EnginesFailed: an engine refused its request or is gone; the group is of no use any more.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        # As bytes: gloo does not know every type.
-        sent = start(self._group.broadcast([flat.view(torch.uint8)], options).wait, self._timeout)
+        works = [self._group.broadcast([message], options) for message in messages]
+
+        def wait_sent() -> None:
+            for work in works:
+                work.wait(self._timeout)
+
+        sent = start(wait_sent)
         wait([sent, *updates.values()], self._timeout.total_seconds() + MARGIN_S, FIRST_EXCEPTION)
         if not sent.done() or sent.exception() is not None:
             error = sent.exception() if sent.done() else None

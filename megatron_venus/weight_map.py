@@ -1,4 +1,4 @@
-"""Names and shapes: one model as Hugging Face and Megatron-core each lay it out (the engine's are in `engine_layout`).
+"""Names and shapes: one model as Hugging Face and Megatron-core lay it out (the engine's: `rollout.engine_layout`).
 
 Enters: a Hugging Face `config.json` or tensors under one layout's names. Leaves: the same tensors under another's.
 Called by the actor (load, export, weight sync), by checkpoints and by `ckpt_tools`. Pure torch: no Megatron import, no

@@ -32,8 +32,11 @@ class WeightSource(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def read(self, start: int, tensors: Sequence[Tensor]) -> None:
-        """Copy the weights `infos[start : start + len(tensors)]` into `tensors`, which have their shapes and types."""
+    def whole(self, index: int) -> Tensor | None:
+        """The weight of `infos[index]` itself, where it lies whole and contiguous in this process's memory."""
+
+    def read(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Copy the weights of `infos[i]`, i in `indices`, into `tensors`, which have their shapes and types."""
 
 
 class TensorSource:
@@ -44,6 +47,10 @@ class TensorSource:
         self.infos = [TensorInfo(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in tensors.items()]
         self.device = self._tensors[0].device
 
-    def read(self, start: int, tensors: Sequence[Tensor]) -> None:
-        for target, tensor in zip(tensors, self._tensors[start : start + len(tensors)], strict=True):
-            target.copy_(tensor.detach())
+    def whole(self, index: int) -> Tensor | None:
+        tensor = self._tensors[index].detach()
+        return tensor if tensor.is_contiguous() else None
+
+    def read(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        for index, target in zip(indices, tensors, strict=True):
+            target.copy_(self._tensors[index].detach())

@@ -3,54 +3,42 @@
 Enters: a version and the engines, all paused by the coordinator. Leaves: engines that hold exactly the actor's weights,
 the seconds each phase took, and the workers whose engines are lost. Called by rank 0 after each optimizer step.
 
-Every bucket is one buffer that is filled from the actor's processes, sent and filled again: while the engines load it,
-the next is gathered into it. So a sync holds one bucket here and one in the engine, whatever the model's size. SGLang
-only logs a warning for a name it does not know, so names and shapes are compared with the engine's own parameters
-before the first broadcast, and after the first `verify_first` syncs every tensor's checksum, computed inside the
-engine, with the actor's. An engine that is dead, stuck or refuses is given up with its name; the others get the whole
-version in a new group.
+Weights go in buckets, one request to each engine a bucket. What lies whole in this process is sent from where it lies;
+the rest is gathered from the actor's processes into one buffer that is filled, sent and filled again, the next bucket
+while the engines load the one before. So a sync holds at most one bucket here and one in an engine, whatever the size
+of the model. SGLang only logs a warning for a name it does not know, so names and shapes are compared with the engine's
+own parameters before the first broadcast, and after the first `verify_first` syncs every tensor's checksum, computed
+inside the engine, with the actor's. An engine that is dead, stuck or refuses is given up with its name; the others get
+the whole version in a new group.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from envclient.base.errors import InvariantError, WireError
+from megatron_venus.bucket import buckets_of
 from megatron_venus.config import SyncConfig
-from megatron_venus.engine_layout import EngineDigests, EngineLayout
+from megatron_venus.engine_digests import EngineDigests
 from megatron_venus.sync_engine import EngineGone, EnginesFailed, SyncEngine, answers, start
 from megatron_venus.sync_group import SyncGroup
 from megatron_venus.sync_result import SyncResult
 from megatron_venus.weight_map import Architecture
-from megatron_venus.weight_source import TensorInfo, WeightSource
+from megatron_venus.weight_source import WeightSource
+from rollout.engine_layout import EngineLayout
 from rollout.protocol import EngineAddress
 
 log = logging.getLogger("venus.sync")
 PHASES = ("connect", "gather", "broadcast", "load", "verify", "failed")
 """Asking the engines and joining them; copying weights out of the actor's processes; sending; waiting for engines to
 load what was sent; comparing checksums; attempts that an engine spoilt, whole."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
-    """Consecutive tensors of one type, broadcast together."""
-
-    start: int
-    infos: list[TensorInfo]
-    nbytes: int
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors, laid one after another in the bytes of `flat`."""
-        parts = flat[: self.nbytes].view(self.infos[0].dtype).split([torch.Size(i.shape).numel() for i in self.infos])
-        return [part.view(info.shape) for part, info in zip(parts, self.infos, strict=True)]
 
 
 class WeightSync:
@@ -76,7 +64,7 @@ class WeightSync:
         self._done = 0
         self.buckets = list(buckets_of(source.infos, int(config.bucket_mb * 1e6)))
         self.bucket_bytes = max(bucket.nbytes for bucket in self.buckets)
-        """Bytes of the one buffer: `bucket_mb`, or the largest tensor if that is larger."""
+        """Bytes of the one buffer: about `bucket_mb`, or the largest tensor if that is larger."""
 
     def send(self, version: int, addresses: Sequence[EngineAddress]) -> SyncResult:
         """Bring every engine to `version`, or give it up.
@@ -129,12 +117,10 @@ class WeightSync:
             EnginesFailed: an engine did not answer.
         """
         asked = {engine: start(engine.checksums) for engine in self._engines}
-        digests = {ranks: EngineDigests(EngineLayout(self._arch, ranks)) for ranks in self._sizes()}
+        digests = {ranks: EngineDigests(layout) for ranks, layout in self._layouts().items()}
         flat = self._buffer()
         for bucket in self.buckets:
-            tensors = bucket.views(flat)
-            self._source.read(bucket.start, tensors)
-            for info, tensor in zip(bucket.infos, tensors, strict=True):
+            for info, tensor in zip(bucket.infos, bucket.fill(flat, self._source), strict=True):
                 for digest in digests.values():
                     digest.add(info.name, tensor)
         ours = {ranks: digest.finish() for ranks, digest in digests.items()}
@@ -178,10 +164,8 @@ class WeightSync:
         """Both sides must hold the same parameters, else a broadcast would silently leave some untouched."""
         infos = self._source.infos
         dtype = str(infos[0].dtype).removeprefix("torch.")
-        expected = {
-            ranks: EngineLayout(self._arch, ranks).shapes([(info.name, info.shape) for info in infos])
-            for ranks in self._sizes()
-        }
+        tensors = [(info.name, info.shape) for info in infos]
+        expected = {ranks: layout.shapes(tensors) for ranks, layout in self._layouts().items()}
         for engine, theirs in layouts.items():
             ours = {name: f"{dtype}{list(shape)}" for name, shape in expected[engine.ranks].items()}
             if unknown := sorted(ours.keys() - theirs.keys()):
@@ -212,11 +196,11 @@ class WeightSync:
             }
             begun = self._clock()
             # The engines may still be loading the bucket before, out of buffers of their own.
-            self._source.read(bucket.start, bucket.views(flat))
+            messages = bucket.messages(bucket.fill(flat, self._source))
             begun = self._lap("gather", begun)
             answers(loading)
             begun = self._lap("load", begun)
-            group.broadcast(flat[: bucket.nbytes], updates)
+            group.broadcast(messages, updates)
             begun = self._lap("broadcast", begun)
             loading = updates
         answers(loading)
@@ -225,23 +209,15 @@ class WeightSync:
     def _buffer(self) -> Tensor:
         return torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self._source.device)
 
-    def _sizes(self) -> set[int]:
-        return {engine.ranks for engine in self._engines}
+    def _layouts(self) -> dict[int, EngineLayout]:
+        """By the engines' number of ranks."""
+        return {
+            ranks: EngineLayout(kv_heads=self._arch.kv_heads, experts=self._arch.experts, ranks=ranks)
+            for ranks in {engine.ranks for engine in self._engines}
+        }
 
     def _lap(self, phase: str, begun: float) -> float:
         """Count the time since `begun` towards `phase`; now."""
         now = self._clock()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - begun
         return now
-
-
-def buckets_of(infos: Sequence[TensorInfo], bucket_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors of one type, together at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
-    start, filled = 0, 0
-    for index, info in enumerate(infos):
-        if index > start and (filled + info.nbytes > bucket_bytes or infos[start].dtype != info.dtype):
-            yield Bucket(start=start, infos=list(infos[start:index]), nbytes=filled)
-            start, filled = index, 0
-        filled += info.nbytes
-    if filled:
-        yield Bucket(start=start, infos=list(infos[start:]), nbytes=filled)

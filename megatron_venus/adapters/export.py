@@ -57,12 +57,20 @@ class WeightExport:
                         pieces[piece.tensor].append((process, name, piece))
         return pieces
 
-    @torch.no_grad()
-    def read(self, start: int, tensors: Sequence[Tensor]) -> None:
+    def whole(self, index: int) -> Tensor | None:
         """See `WeightSource`; on rank 0 only."""
-        self._layout.share(lambda: (start, start + len(tensors)))
-        for info, tensor in zip(self.infos[start : start + len(tensors)], tensors, strict=True):
-            for process, name, piece in self._pieces[info.name]:
+        (process, name, piece), *others = self._pieces[self.infos[index].name]
+        if others or process != self._head:
+            return None
+        part = piece.of_part(self._mine[name].detach())
+        return part if part.is_contiguous() else None
+
+    @torch.no_grad()
+    def read(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """See `WeightSource`; on rank 0 only."""
+        self._layout.share(lambda: list(indices))
+        for index, tensor in zip(indices, tensors, strict=True):
+            for process, name, piece in self._pieces[self.infos[index].name]:
                 target = piece.of_whole(tensor)
                 if process == self._head:
                     target.copy_(piece.of_part(self._mine[name]))
@@ -83,9 +91,10 @@ class WeightExport:
         if self._layout.head:
             self._layout.share(lambda: None)
             return
-        while (asked := self._layout.share(lambda: (0, 0))) is not None:
-            for info in self.infos[slice(*asked)]:
-                for process, name, piece in self._pieces[info.name]:
+        asked: list[int] | None
+        while (asked := self._layout.share(lambda: None)) is not None:
+            for index in asked:
+                for process, name, piece in self._pieces[self.infos[index].name]:
                     if process == dist.get_rank():
                         for part in _chunks(piece.of_part(self._mine[name])):
                             dist.send(part.contiguous(), self._head)

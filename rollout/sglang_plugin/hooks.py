@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from rollout.sglang_plugin.receive import group_timeout, receive_bucket
+from rollout.sglang_plugin.receive import group_timeout, nowhere, place_in, receive_bucket
+from rollout.sglang_plugin.targets import WEIGHT_UPDATER
 
 CHECKSUM_ACTION = "venus_checksum"
 LAYOUT_ACTION = "venus_layout"
@@ -117,18 +118,20 @@ def update_bucket(
 ) -> tuple[bool, str]:
     """Around WeightUpdater._update_bucketed_weights_from_distributed: our receiver in place of SGLang's."""
     try:
-        group = self._model_update_group[group_name]
-        self.get_model().load_weights(receive_bucket(group, names, dtypes, shapes, self.device))
+        model, group = self.get_model(), self._model_update_group[group_name]
+        # With several ranks every one takes its part of the tensors: SGLang's loaders know which.
+        alone = self.get_model_runner().server_args.tp_size == 1
+        lies = place_in(dict(model.named_parameters())) if alone else nowhere
+        model.load_weights(receive_bucket(group, names, dtypes, shapes, self.device, lies))
     except Exception as error:
         return False, f"the weight update failed, the engine's weights are mixed: {error}"
     return True, "loaded"
 
 
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 AROUND: dict[str, Callable[..., Any]] = {
     "sglang.srt.managers.scheduler.Scheduler.flush_cache": flush_cache,
     "sglang.srt.utils.weight_checker.WeightChecker.handle": weight_checker,
-    f"{_UPDATER}.init_weights_update_group": join_update_group,
-    f"{_UPDATER}.update_weights_from_distributed": update_weights,
-    f"{_UPDATER}._update_bucketed_weights_from_distributed": update_bucket,
+    f"{WEIGHT_UPDATER}.init_weights_update_group": join_update_group,
+    f"{WEIGHT_UPDATER}.update_weights_from_distributed": update_weights,
+    f"{WEIGHT_UPDATER}._update_bucketed_weights_from_distributed": update_bucket,
 }

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_venus.weight_map import checksum
 from rollout.protocol import EngineAddress
 from rollout.sglang_plugin.hooks import tensor_layout
-from rollout.sglang_plugin.receive import group_timeout, receive_bucket
+from rollout.sglang_plugin.receive import group_timeout, nowhere, receive_bucket
 from tests.numerics.memory import extra_bytes, reset_peak
 
 FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
@@ -129,7 +129,7 @@ class Server:
         if self.asked == self.faults["refuse_at"]:
             self.faults["refuse_at"] = 0
             raise ValueError("refused on demand")
-        self.model.load_weights(receive_bucket(self.groups[group_name], names, dtypes, shapes, "cpu"))
+        self.model.load_weights(receive_bucket(self.groups[group_name], names, dtypes, shapes, "cpu", nowhere))
         if weight_version is not None:
             assert flush_cache
             self.asked = 0

@@ -282,11 +282,11 @@ def assert_exported(actor: Any, weights: dict[str, Tensor]) -> None:
     if actor.layout.replica == 0 and actor.layout.head:
         assert {info.name for info in export.infos} == weights.keys()
         found = [torch.full(info.shape, torch.nan, dtype=info.dtype) for info in export.infos]
-        middle = len(found) // 2
-        export.read(middle, found[middle:])
-        export.read(0, found[:middle])
-        for info, tensor in zip(export.infos, found, strict=True):
+        export.read(range(1, len(found), 2), found[1::2])
+        export.read(range(0, len(found), 2), found[::2])
+        for index, (info, tensor) in enumerate(zip(export.infos, found, strict=True)):
             assert torch.equal(tensor, weights[info.name]), info.name
+            assert (whole := export.whole(index)) is None or torch.equal(whole, tensor), info.name
     export.finish()
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from envclient.base.errors import WireError
 from megatron_venus.config import SyncConfig
-from megatron_venus.engine_layout import EngineDigests, EngineLayout
+from megatron_venus.engine_digests import EngineDigests
 from megatron_venus.weight_map import Architecture, hf_shapes
 from megatron_venus.weight_source import TensorSource
 from megatron_venus.weight_sync import WeightSync
+from rollout.engine_layout import EngineLayout
 from tests.numerics.engine_double import Double, doubles
 
 ARCH = Architecture(
@@ -43,7 +44,7 @@ def sync_of(weights: dict[str, Tensor], config: SyncConfig = CONFIG) -> WeightSy
 
 
 def assert_holds(double: Double, weights: dict[str, Tensor]) -> None:
-    digests = EngineDigests(EngineLayout(ARCH, 1))
+    digests = EngineDigests(EngineLayout(kv_heads=ARCH.kv_heads, experts=0, ranks=1))
     for name, tensor in weights.items():
         digests.add(name, tensor)
     assert double.checksums() == digests.finish()[0]

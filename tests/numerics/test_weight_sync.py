@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from envclient.base.errors import InvariantError, WireError
 from envclient.base.ports import listen, port_of
+from megatron_venus.bucket import buckets_of
 from megatron_venus.config import OptimizerConfig, ParallelConfig, SyncConfig
 from megatron_venus.weight_source import TensorSource
-from megatron_venus.weight_sync import PHASES, WeightSync, buckets_of
+from megatron_venus.weight_sync import PHASES, WeightSync
+from rollout.adapters import sglang_engine
 from rollout.adapters.sglang_engine import SglangEngine
 from rollout.config import ModelConfig, WorkerConfig
 from rollout.protocol import EngineAddress, GenerateRequest, Generation
@@ -78,7 +81,7 @@ def log_prob_gap(actor: object, generations: list[Generation]) -> float:
 
 
 @pytest.mark.sglang
-def test_into_sglang(untied_model: Path, tmp_path: Path) -> None:
+def test_into_sglang(untied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An untied model here; the quickstart's is tied and its syncs are verified too."""
     folder = untied_model
     settings = dataclasses.replace(OptimizerConfig(), lr=2e-2)
@@ -140,6 +143,15 @@ def test_into_sglang(untied_model: Path, tmp_path: Path) -> None:
         with pytest.raises(InvariantError, match=r"'model.norm.weight' is float32\[32\], the actor's float32\[31\]"):
             await send_once(weights | {"model.norm.weight": torch.zeros(31)})
 
+        assert engine._child is not None
+        engine._child.signal_group(signal.SIGSTOP)
+        impatient = WeightSync(kit.make_export(actor), actor.arch, dataclasses.replace(config, timeout_s=1.0), TOKEN)
+        frozen = r"no engine took version 3: engine of worker w0 .*not answered within 1 s"
+        with pytest.raises(WireError, match=frozen):
+            await asyncio.to_thread(impatient.send, 3, addresses)
+        monkeypatch.setattr(sglang_engine, "CONTROL_S", 0.5)
+        with pytest.raises(WireError, match=r"/flush_cache: no answer within 0\.5 s"):
+            await engine.flush()
         await engine.stop()
         with pytest.raises(WireError, match="no engine took version 3: engine of worker w0"):
             await asyncio.to_thread(sync.send, 3, addresses)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from envclient.base.errors import InvariantError
-from megatron_venus.engine_layout import EngineDigests, EngineLayout
+from megatron_venus.engine_digests import EngineDigests
 from megatron_venus.weight_map import Architecture, checksum, hf_shapes
+from rollout.engine_layout import EngineLayout, messages_of, place_of, view_in
 
 DENSE = Architecture(
     layers=1,
@@ -32,6 +33,10 @@ LAYER = "model.layers.0."
 def random_weights(arch: Architecture) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(1)
     return {name: torch.randn(shape, generator=random) for name, shape in hf_shapes(arch).items()}
+
+
+def layout_of(arch: Architecture, ranks: int) -> EngineLayout:
+    return EngineLayout(kv_heads=arch.kv_heads, experts=arch.experts, ranks=ranks)
 
 
 def by_hand(weights: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
@@ -82,7 +87,7 @@ def by_hand(weights: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tens
 def test_every_rank(arch: Architecture, ranks: int) -> None:
     """With four ranks the two key-value heads are held twice."""
     weights = random_weights(arch)
-    layout = EngineLayout(arch, ranks)
+    layout = layout_of(arch, ranks)
     digests = EngineDigests(layout)
     for name, tensor in weights.items():
         digests.add(name, tensor)
@@ -95,7 +100,7 @@ def test_every_rank(arch: Architecture, ranks: int) -> None:
 
 def test_order_and_completeness_are_checked() -> None:
     weights = random_weights(EXPERTS)
-    digests = EngineDigests(EngineLayout(EXPERTS, 1))
+    digests = EngineDigests(layout_of(EXPERTS, 1))
     up = f"{LAYER}mlp.experts.0.up_proj.weight"
     with pytest.raises(InvariantError, match="out of the order"):
         digests.add(up, weights[up])
@@ -107,8 +112,26 @@ def test_order_and_completeness_are_checked() -> None:
 
 def test_vocabulary_that_the_ranks_do_not_divide() -> None:
     """SGLang on CPU fills 70 rows up to 192 for three ranks (64 and 128 are no multiples of 3)."""
-    layout = EngineLayout(DENSE, 3)
+    layout = layout_of(DENSE, 3)
     assert layout.shapes([("lm_head.weight", (70, 8))]) == {"lm_head.weight": (64, 8)}
     tensor = torch.randn(70, 8)
-    assert [len(layout.part("lm_head.weight", tensor, rank)) for rank in range(3)] == [64, 6, 0]
-    assert [layout.filling("lm_head.weight", tensor, rank) for rank in range(3)] == [0, 58, 64]
+    assert [len(tensor[layout.part("lm_head.weight", (70, 8), rank)]) for rank in range(3)] == [64, 6, 0]
+    assert [layout.filling("lm_head.weight", (70, 8), rank) for rank in range(3)] == [0, 58, 64]
+
+
+@pytest.mark.parametrize("arch", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_where_a_tensor_lies(arch: Architecture) -> None:
+    """In an engine of one rank every tensor can be received in place."""
+    weights = random_weights(arch)
+    params = by_hand(weights, 0, 1)
+    for name, tensor in weights.items():
+        view = view_in(params[place_of(name, arch.experts).param], name, tuple(tensor.shape))
+        assert torch.equal(view, tensor) and view.is_contiguous(), name
+
+
+def test_messages() -> None:
+    """Large tensors alone, small neighbours together, everything once and in order."""
+    large, small = 2_000_000, 10
+    assert messages_of([small, small, large, large, small, large, small, small]) == [
+        (0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 8)
+    ]  # fmt: skip

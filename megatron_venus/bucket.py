@@ -20,18 +20,22 @@ class Bucket:
     infos: list[TensorInfo]
     nbytes: int
 
+    def gathered_bytes(self, source: WeightSource) -> int:
+        """Bytes of the buffer that `fill` needs."""
+        return sum(self.infos[index].nbytes for index, whole in enumerate(self._whole(source)) if whole is None)
+
     def fill(self, flat: Tensor, source: WeightSource) -> list[Tensor]:
         """The tensors: large ones where they lie whole, the others gathered into the bytes of `flat`."""
-        sizes = [torch.Size(info.shape).numel() for info in self.infos]
-        parts = flat[: self.nbytes].view(self.infos[0].dtype).split(sizes)
-        tensors = [part.view(info.shape) for part, info in zip(parts, self.infos, strict=True)]
-        gathered = set(range(len(tensors)))
-        for start, stop in self._messages():
-            if stop == start + 1 and (whole := source.whole(self.start + start)) is not None:
-                tensors[start] = whole
-                gathered.remove(start)
-        source.read([self.start + index for index in sorted(gathered)], [tensors[index] for index in sorted(gathered)])
-        return tensors
+        tensors = self._whole(source)
+        missing = [index for index, tensor in enumerate(tensors) if tensor is None]
+        begin = 0
+        for index in missing:
+            info = self.infos[index]
+            tensors[index] = flat[begin : begin + info.nbytes].view(info.dtype).view(info.shape)
+            begin += info.nbytes
+        filled = [tensor for tensor in tensors if tensor is not None]
+        source.read([self.start + index for index in missing], [filled[index] for index in missing])
+        return filled
 
     def messages(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What is broadcast one after another, as bytes; `tensors` are those that `fill` made."""
@@ -40,6 +44,14 @@ class Bucket:
             torch.as_strided(tensors[start], (sum(t.numel() for t in tensors[start:stop]),), (1,)).view(torch.uint8)
             for start, stop in self._messages()
         ]
+
+    def _whole(self, source: WeightSource) -> list[Tensor | None]:
+        """The tensors that need no gathering; those of a message of several are not among them."""
+        tensors: list[Tensor | None] = [None] * len(self.infos)
+        for start, stop in self._messages():
+            if stop == start + 1:
+                tensors[start] = source.whole(self.start + start)
+        return tensors
 
     def _messages(self) -> list[tuple[int, int]]:
         return messages_of([info.nbytes for info in self.infos])

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,15 @@ from envclient.base.ports import listen, port_of
 from megatron_venus.sync_engine import MARGIN_S, EnginesFailed, SyncEngine, answers, start
 
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sending:
+    """Messages on their way."""
+
+    sent: Future[None]
+    updates: Mapping[SyncEngine, Future[Any]]
+    """Every engine's answer: it has loaded them."""
 
 
 class SyncGroup:
@@ -70,12 +80,8 @@ class SyncGroup:
         except (RuntimeError, TimeoutError) as error:
             raise EnginesFailed(self._all_to_blame(error)) from None
 
-    def broadcast(self, messages: Sequence[Tensor], updates: Mapping[SyncEngine, Future[Any]]) -> None:
-        """Send the bytes of `messages` to every member; `updates` are the requests that make them receive them.
-
-        Raises:
-            EnginesFailed: an engine refused its request or is gone; the group is of no use any more.
-        """
+    def begin(self, messages: Sequence[Tensor], updates: Mapping[SyncEngine, Future[Any]]) -> Sending:
+        """Send the bytes of `messages` to every member; `updates` are the requests that make them receive them."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         works = [self._group.broadcast([message], options) for message in messages]
@@ -84,7 +90,15 @@ class SyncGroup:
             for work in works:
                 work.wait(self._timeout)
 
-        sent = start(wait_sent)
+        return Sending(sent=start(wait_sent), updates=updates)
+
+    def wait_sent(self, sending: Sending) -> None:
+        """Until the messages' memory may be used again.
+
+        Raises:
+            EnginesFailed: an engine refused its request or is gone; the group is of no use any more.
+        """
+        sent, updates = sending.sent, sending.updates
         wait([sent, *updates.values()], self._timeout.total_seconds() + MARGIN_S, FIRST_EXCEPTION)
         if not sent.done() or sent.exception() is not None:
             error = sent.exception() if sent.done() else None

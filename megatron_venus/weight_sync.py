@@ -4,9 +4,9 @@ Enters: a version and the engines, all paused by the coordinator. Leaves: engine
 the seconds each phase took, and the workers whose engines are lost. Called by rank 0 after each optimizer step.
 
 Weights go in buckets, one request to each engine a bucket. What lies whole in this process is sent from where it lies;
-the rest is gathered from the actor's processes into one buffer that is filled, sent and filled again, the next bucket
-while the engines load the one before. So a sync holds at most one bucket here and one in an engine, whatever the size
-of the model. SGLang only logs a warning for a name it does not know, so names and shapes are compared with the engine's
+the rest is gathered from the actor's processes into a buffer that is filled, sent and filled again, while the engines
+load the bucket before. So a sync holds at most one bucket here and one in an engine, whatever the size of the model.
+SGLang only logs a warning for a name it does not know, so names and shapes are compared with the engine's
 own parameters before the first broadcast, and after the first `verify_first` syncs every tensor's checksum, computed
 inside the engine, with the actor's. An engine that is dead, stuck or refuses is given up with its name; the others get
 the whole version in a new group.
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from envclient.base.errors import InvariantError, WireError
-from megatron_venus.bucket import buckets_of
+from megatron_venus.bucket import Bucket, buckets_of
 from megatron_venus.config import SyncConfig
 from megatron_venus.engine_digests import EngineDigests
 from megatron_venus.sync_engine import EngineGone, EnginesFailed, SyncEngine, answers, start
-from megatron_venus.sync_group import SyncGroup
+from megatron_venus.sync_group import Sending, SyncGroup
 from megatron_venus.sync_result import SyncResult
 from megatron_venus.weight_map import Architecture
 from megatron_venus.weight_source import WeightSource
@@ -64,7 +64,7 @@ class WeightSync:
         self._done = 0
         self.buckets = list(buckets_of(source.infos, int(config.bucket_mb * 1e6)))
         self.bucket_bytes = max(bucket.nbytes for bucket in self.buckets)
-        """Bytes of the one buffer: about `bucket_mb`, or the largest tensor if that is larger."""
+        """Bytes of the largest bucket: about `bucket_mb`, or the largest tensor if that is larger."""
 
     def send(self, version: int, addresses: Sequence[EngineAddress]) -> SyncResult:
         """Bring every engine to `version`, or give it up.
@@ -118,7 +118,7 @@ class WeightSync:
         """
         asked = {engine: start(engine.checksums) for engine in self._engines}
         digests = {ranks: EngineDigests(layout) for ranks, layout in self._layouts().items()}
-        flat = self._buffer()
+        flat = self._buffers()[0]
         for bucket in self.buckets:
             for info, tensor in zip(bucket.infos, bucket.fill(flat, self._source), strict=True):
                 for digest in digests.values():
@@ -177,37 +177,50 @@ class WeightSync:
                     raise InvariantError(f"{engine}: its parameter {name!r} is {theirs[name]}, the actor's {mine}")
 
     def _broadcast(self, version: int, group: SyncGroup) -> None:
-        flat = self._buffer()
-        loading: dict[SyncEngine, Future[Any]] = {}
+        flats = self._buffers()
+        before: Sending | None = None
         for number, bucket in enumerate(self.buckets, start=1):
-            last = number == len(self.buckets)
-            fields = {
-                "names": [info.name for info in bucket.infos],
-                "dtypes": [str(info.dtype).removeprefix("torch.") for info in bucket.infos],
-                "shapes": [list(info.shape) for info in bucket.infos],
-                "group_name": group.name,
-                "load_format": "flattened_bucket",
-                # The engine's cache belongs to the old weights; it is dropped once, with the last bucket.
-                "flush_cache": last,
-                "weight_version": str(version) if last else None,
-            }
-            updates = {
-                engine: start(engine.post, "/update_weights_from_distributed", **fields) for engine in self._engines
-            }
             begun = self._clock()
-            # The engines may still be loading the bucket before, out of buffers of their own.
-            messages = bucket.messages(bucket.fill(flat, self._source))
+            if before and len(flats) == 1:
+                group.wait_sent(before)
+                begun = self._lap("broadcast", begun)
+            messages = bucket.messages(bucket.fill(flats[number % len(flats)], self._source))
             begun = self._lap("gather", begun)
-            answers(loading)
-            begun = self._lap("load", begun)
-            group.broadcast(messages, updates)
-            begun = self._lap("broadcast", begun)
-            loading = updates
-        answers(loading)
+            if before:
+                group.wait_sent(before)
+                begun = self._lap("broadcast", begun)
+            # The engines may still be loading the bucket before: they take this request up when they are done.
+            updates = self._ask(version, bucket, group, last=number == len(self.buckets))
+            if before:
+                answers(before.updates)
+                begun = self._lap("load", begun)
+            before = group.begin(messages, updates)
+        assert before is not None
+        begun = self._clock()
+        group.wait_sent(before)
+        begun = self._lap("broadcast", begun)
+        answers(before.updates)
         self._lap("load", begun)
 
-    def _buffer(self) -> Tensor:
-        return torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self._source.device)
+    def _ask(self, version: int, bucket: Bucket, group: SyncGroup, *, last: bool) -> dict[SyncEngine, Future[Any]]:
+        """Make every engine receive the bucket."""
+        fields = {
+            "names": [info.name for info in bucket.infos],
+            "dtypes": [str(info.dtype).removeprefix("torch.") for info in bucket.infos],
+            "shapes": [list(info.shape) for info in bucket.infos],
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            # The engine's cache belongs to the old weights; it is dropped once, with the last bucket.
+            "flush_cache": last,
+            "weight_version": str(version) if last else None,
+        }
+        return {engine: start(engine.post, "/update_weights_from_distributed", **fields) for engine in self._engines}
+
+    def _buffers(self) -> list[Tensor]:
+        """One for what is gathered of a bucket; two, so that gathering and sending overlap, where both fit into one."""
+        size = max(bucket.gathered_bytes(self._source) for bucket in self.buckets)
+        count = 2 if 2 * size <= self.bucket_bytes else 1
+        return [torch.empty(size, dtype=torch.uint8, device=self._source.device) for _ in range(count)]
 
     def _layouts(self) -> dict[int, EngineLayout]:
         """By the engines' number of ranks."""

@@ -127,8 +127,8 @@ class EngineLayout:
         for name, shape in tensors:
             place = self.place(name)
             lengths = [index.stop - index.start for index in self.part(name, shape, 0)]
-            rows, *others = (*lengths, *shape[len(lengths) :])
-            rows += self.filling(name, shape, 0)
+            others = (*lengths[1:], *shape[len(lengths) :])
+            rows = lengths[0] + self.filling(name, shape, 0)
             if place.expert is not None:
                 shapes[place.param] = (self._experts, rows * place.parts // self._experts, *others)
             else:

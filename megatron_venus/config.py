@@ -89,10 +89,10 @@ class LossConfig:
 class SyncConfig:
     """Weight broadcast from the actor into the engines."""
 
-    bucket_mb: float = 64.0
-    """Megabytes of weights per broadcast bucket."""
+    bucket_mb: float = 256.0
+    """Megabytes of weights per broadcast bucket (the largest tensor, if that is larger); a sync holds up to two."""
     timeout_s: float = 120.0
-    """Seconds after which a sync that makes no progress is an error naming the engine."""
+    """Seconds that an engine may take for a request of a sync; then it is given up, and its worker named as lost."""
     verify_first: int = 2
     """Number of first syncs after which every tensor's checksum is compared inside the engine."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from envclient.base.errors import WireError
 from envclient.base.wire import SyncClient
 from megatron_venus.config import ActorConfig
+from megatron_venus.sync_result import SyncResult
 from rollout.protocol import (
     AckRequest,
     Empty,
@@ -79,10 +80,12 @@ class CoordinatorLink:
         reply: SyncBeginReply = self._call("sync_begin", SyncBeginRequest(version=version), SyncBeginReply, timeout_s)
         return reply.engines
 
-    def end_sync(self, version: int, seconds: dict[str, float]) -> None:
-        """Wait until every worker samples under `version`."""
+    def end_sync(self, version: int, result: SyncResult) -> None:
+        """Wait until every worker samples under `version`, but for those whose engines were lost."""
         timeout_s = self._sync_timeout_s + ANSWER_MARGIN_S
-        self._call("sync_end", SyncEndRequest(version=version, seconds=seconds), Empty, timeout_s)
+        self._call(
+            "sync_end", SyncEndRequest(version=version, seconds=result.seconds, lost=result.lost), Empty, timeout_s
+        )
 
     def evaluate(self, eval_id: str, version: int) -> EvaluateReply:
         """Evaluate the engines' current weights on the held-out tasks; takes minutes."""

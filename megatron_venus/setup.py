@@ -91,7 +91,7 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
         checkpoint.save(run_dir, step, actor, stream.nonfinite_steps, hf_source=source, keep=keep)
 
     export = WeightExport(actor)
-    sync = WeightSync(export.tensors, actor_config.sync, token)
+    sync = WeightSync(export, arch, actor_config.sync, token)
     rollouts = RolloutLog(run_dir, layout.replica, config.run.save_rollouts and layout.head)
     return Parts(layout=layout, stream=stream, export=export, sync=sync, rollouts=rollouts, save=save)
 

@@ -1,4 +1,4 @@
-"""Names and shapes: one model as Hugging Face, Megatron-core and the engine each lay it out.
+"""Names and shapes: one model as Hugging Face and Megatron-core lay it out (the engine's: `rollout.engine_layout`).
 
 Enters: a Hugging Face `config.json` or tensors under one layout's names. Leaves: the same tensors under another's.
 Called by the actor (load, export, weight sync), by checkpoints and by `ckpt_tools`. Pure torch: no Megatron import, no
@@ -9,7 +9,6 @@ Layouts of one dense layer (h hidden, H query heads, G key-value heads, d head s
 * Hugging Face: q [H·d, h], k and v [G·d, h], gate and up [f, h], every norm by itself.
 * Megatron: `linear_qkv` holds, per key-value group, its H/G query heads, then its k, then its v; `linear_fc1` is gate
   over up; Transformer Engine spells the fused norms `linear_qkv.layer_norm_weight` and `linear_fc1.layer_norm_weight`.
-* SGLang: `qkv_proj` is q over k over v, `gate_up_proj` is gate over up; zero rows fill the vocabulary up to 64s.
 An expert is a small feed-forward of its own, in both layouts. So every Megatron parameter is a sequence of whole rows
 of Hugging Face tensors: `row_runs` says which, and all else follows from it.
 """
@@ -20,7 +19,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Shape of a decoder-only model; everything that the three layouts need to know."""
+    """Shape of a decoder-only model; everything that the layouts need to know."""
 
     family: str = "qwen3"
     """One of `FAMILIES`."""
@@ -337,33 +336,11 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], arch: Architecture, sourc
             )
 
 
-_ENGINE_VOCABULARY_STEP = 64
-"""SGLang's DEFAULT_VOCAB_PADDING_SIZE."""
-
-
-def engine_name(hf_name: str) -> str:
-    """Name of the engine parameter that holds (perhaps as one of several parts) the Hugging Face tensor `hf_name`."""
-    for part, fused in (("q", "qkv"), ("k", "qkv"), ("v", "qkv"), ("gate", "gate_up"), ("up", "gate_up")):
-        stem, _, kind = hf_name.rpartition(".")
-        if stem.endswith(f".{part}_proj"):
-            return f"{stem.removesuffix(f'{part}_proj')}{fused}_proj.{kind}"
-    return hf_name
-
-
-def engine_tensors(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The parameters a one-rank engine must hold after loading Hugging Face `weights`, under the engine's names."""
-    parts: dict[str, list[Tensor]] = {}
-    order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
-    for name, tensor in sorted(weights, key=lambda item: order.get(item[0].split(".")[-2], 0)):
-        parts.setdefault(engine_name(name), []).append(tensor)
-    whole = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in whole and (missing := -len(whole[name]) % _ENGINE_VOCABULARY_STEP):
-            whole[name] = torch.nn.functional.pad(whole[name], (0, 0, 0, missing))
-    return whole
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's contiguous raw bytes, in host memory (copied only where they are not there, or not contiguous)."""
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def checksum(tensor: Tensor) -> str:
     """blake2b (32 bytes) of the tensor's contiguous raw bytes, in hex; equal in actor, engine and manifest."""
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(memoryview(raw), digest_size=32).hexdigest()
+    return hashlib.blake2b(raw_bytes(tensor), digest_size=32).hexdigest()

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from rollout.types import (
     BatchCounts,
     Capabilities,
@@ -107,10 +109,12 @@ class SyncBeginReply(Record, frozen=True, kw_only=True):
 
 
 class SyncEndRequest(Record, frozen=True, kw_only=True):
-    """All engines loaded `version`; answered once every worker has acknowledged it. Seconds by phase go to the log."""
+    """The engines loaded `version`; answered once every worker has acknowledged it. Seconds by phase go to the log."""
 
     version: int
     seconds: dict[str, float]
+    lost: dict[str, str] = msgspec.field(default_factory=dict)
+    """Worker whose engine is dead or stuck → why: it counts as lost."""
 
 
 class EvaluateRequest(Record, frozen=True, kw_only=True):

@@ -128,6 +128,10 @@ class Actor:
     def _is_copy(self, name: str) -> bool:
         return self.arch.tied and name == "output_layer.weight"
 
+    def parts(self) -> dict[str, Tensor]:
+        """This process's parameters under their names in the whole model, a tied output layer's copy left out."""
+        return {name: param for name, param in self._named_parameters() if not self._is_copy(name)}
+
     @torch.no_grad()
     def load_weights(self, weights: dict[str, Tensor], source: str) -> None:
         """Replace the model's weights (not the optimizer's master copy: only before the optimizer is built)."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_venus.weight_map import Architecture, hf_shapes, row_runs
 
 _CUT_DIM = {
     "embedding.word_embeddings.weight": 0,
@@ -85,3 +88,60 @@ def whole_of(name: str, parts: Sequence[Tensor]) -> Tensor:
         halves = [part.chunk(2) for part in parts]
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
     return torch.cat(list(parts), dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Rows of a process's part, and where in a Hugging Face tensor they belong."""
+
+    tensor: str
+    part_row: int
+    """First row in the part."""
+    row: int
+    """First row in the Hugging Face tensor."""
+    rows: int
+    columns: tuple[int, int] | None
+    """Columns of the Hugging Face tensor, from and to; None: all."""
+
+    def of_part(self, part: Tensor) -> Tensor:
+        return part[self.part_row : self.part_row + self.rows]
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        rows = whole[self.row : self.row + self.rows]
+        return rows if self.columns is None else rows[:, slice(*self.columns)]
+
+
+def pieces_of(name: str, arch: Architecture, rank: int, size: int) -> list[Piece]:
+    """All that tensor-parallel process `rank` of `size` holds of the parameter, as pieces of Hugging Face tensors."""
+    runs = row_runs(name, arch)
+    whole_rows = sum(run.rows for run in runs)
+    dim = cut_dim(name) if size > 1 else None
+    held, columns = [(0, whole_rows)], None
+    if dim == 1:
+        width = hf_shapes(arch)[runs[0].tensor][1] // size
+        columns = (rank * width, (rank + 1) * width)
+    elif dim == 0:
+        # Gate and up are cut each by itself (see `part_of`).
+        halves = 2 if name.endswith("linear_fc1.weight") else 1
+        rows = whole_rows // halves // size
+        starts = [half * whole_rows // halves + rank * rows for half in range(halves)]
+        held = [(start, start + rows) for start in starts]
+    pieces = []
+    part_row = 0
+    for start, stop in held:
+        run_start = 0
+        for run in runs:
+            first, last = max(start, run_start), min(stop, run_start + run.rows)
+            if first < last:
+                pieces.append(
+                    Piece(
+                        tensor=run.tensor,
+                        part_row=part_row,
+                        row=run.start + first - run_start,
+                        rows=last - first,
+                        columns=columns,
+                    )
+                )
+                part_row += last - first
+            run_start += run.rows
+    return pieces

@@ -28,6 +28,19 @@ _UNREPRODUCIBLE = {
     "quantization": "quantised weights are not the trainer's",
     "enable-lora": "the trainer does not know the adapter",
 }
+_TENSOR_PARALLEL = ("tp-size", "tensor-parallel-size", "tp")
+_OTHER_PARALLEL = (
+    "pp-size",
+    "pipeline-parallel-size",
+    "dp-size",
+    "data-parallel-size",
+    "dp",
+    "ep-size",
+    "expert-parallel-size",
+    "ep",
+    "enable-dp-attention",
+    "nnodes",
+)
 
 
 def has_cuda() -> bool:
@@ -72,7 +85,7 @@ def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfi
         }
     if rope.factor != 1.0:
         fixed["json-model-override-args"] = json.dumps(rope.engine_override())
-    given = {str(name).lstrip("-").replace("_", "-"): value for name, value in worker.engine_args.items()}
+    given = _given(worker)
     for name in given:
         if name in fixed or name in ("port", "api-key", "admin-api-key", "config"):
             raise ConfigError(
@@ -81,10 +94,33 @@ def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfi
             )
         if name in _UNREPRODUCIBLE:
             raise ConfigError(f"rollout.worker.engine_args.{name} cannot be used: {_UNREPRODUCIBLE[name]}", "remove it")
+        if name in _OTHER_PARALLEL:
+            raise ConfigError(
+                f"rollout.worker.engine_args.{name}: an engine's weights are synced under tensor parallelism only",
+                "remove it and use tp-size, or more workers",
+            )
     argv: list[str] = []
     for name, value in (defaults | given | fixed).items():
         argv += _argument(name, value)
     return argv
+
+
+def tensor_parallel(worker: WorkerConfig) -> int:
+    """Processes (on GPUs: devices) that one engine of `worker` consists of.
+
+    Raises:
+        ConfigError: not a positive number.
+    """
+    for name, value in _given(worker).items():
+        if name in _TENSOR_PARALLEL:
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"rollout.worker.engine_args.{name} is {value!r}", "give a number of processes")
+            return value
+    return 1
+
+
+def _given(worker: WorkerConfig) -> dict[str, Any]:
+    return {str(name).lstrip("-").replace("_", "-"): value for name, value in worker.engine_args.items()}
 
 
 def _argument(name: str, value: Any) -> list[str]:
@@ -98,9 +134,9 @@ def _argument(name: str, value: Any) -> list[str]:
 
 
 def server_environment(
-    *, token: str, extensions: Path, inherited: Mapping[str, str] = os.environ, cuda: bool | None = None
+    *, token: str, extensions: Path, ranks: int = 1, inherited: Mapping[str, str] = os.environ, cuda: bool | None = None
 ) -> dict[str, str]:
-    """Environment of the server process; nothing here leaks into the worker's own."""
+    """Environment of the server process of `ranks` tensor-parallel ranks; nothing here leaks into the worker's own."""
     env = dict(inherited)
     env |= {
         "VENUS_TOKEN": token,
@@ -126,4 +162,8 @@ def server_environment(
             "SGLANG_USE_CPU_ENGINE": "1",
             "PYTHONPATH": f"{CPU_SITE}{os.pathsep}{path}" if path else str(CPU_SITE),
         }
+        if ranks > 1:
+            # SGLang wants one set of cores a rank, and by itself takes no more ranks than there are NUMA nodes.
+            cores = sorted(os.sched_getaffinity(0))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
     return env

@@ -19,13 +19,15 @@ import orjson
 from envclient.base.errors import ConfigError, InvariantError, VenusError, WireError
 from envclient.base.ports import free_port
 from envclient.base.processes import Child, last_lines, start_child
-from rollout.adapters.sglang_args import server_arguments, server_environment
+from rollout.adapters.sglang_args import server_arguments, server_environment, tensor_parallel
 from rollout.config import ModelConfig, WorkerConfig
 from rollout.protocol import GenerateRequest, Generation
 from rollout.types import Capabilities
 
 _START_ATTEMPTS = 3
 _PROBE_S = 2.0
+CONTROL_S = 60.0
+"""Seconds that anything but a turn may take: a pause for new weights must notice an engine that is stuck."""
 _STOP_GRACE_S = 3.0
 # SGLang aborts every request whose id begins with the given one: a character that no trajectory id holds ends it.
 _END_OF_ID = "#"
@@ -48,7 +50,9 @@ class SglangEngine:
         self, *, model_path: str, model: ModelConfig, worker: WorkerConfig, log: Path, token: str, seed: int
     ) -> None:
         self._arguments = server_arguments(model_path=model_path, model=model, worker=worker, seed=seed)
-        self._environment = server_environment(token=token, extensions=log.parent / f"{log.stem}-extensions")
+        self._environment = server_environment(
+            token=token, extensions=log.parent / f"{log.stem}-extensions", ranks=tensor_parallel(worker)
+        )
         self._start_timeout_s = worker.engine_start_timeout_s
         self._request_timeout_s = worker.request_timeout_s
         self._log = log
@@ -75,7 +79,6 @@ class SglangEngine:
         """
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=300),
-            timeout=aiohttp.ClientTimeout(total=self._request_timeout_s),
             headers=self._headers,
         )
         for attempt in range(_START_ATTEMPTS):
@@ -152,7 +155,7 @@ class SglangEngine:
                 "no_stop_trim": True,
             },
         }
-        return _generation(await self._post("/generate", body), request)
+        return _generation(await self._post("/generate", body, timeout_s=self._request_timeout_s), request)
 
     async def abort_all(self) -> None:
         await self._post("/abort_request", {"rid": "", "abort_all": True})
@@ -170,23 +173,36 @@ class SglangEngine:
 
     async def checksums(self) -> list[dict[str, str]]:
         """blake2b of every parameter as the engine holds it, one mapping per tensor-parallel rank."""
-        reply = await self._post("/weights_checker", {"action": "venus_checksum"})
+        body = {"action": "venus_checksum"}
+        reply = await self._post("/weights_checker", body, timeout_s=self._request_timeout_s)
         return [rank["checksums"] for rank in reply["ranks"]]
 
-    async def _post(self, path: str, body: dict[str, Any], params: dict[str, str] | None = None) -> Any:
-        return await self._call("POST", path, orjson.dumps(body), params or {})
+    async def _post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        params: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        return await self._call("POST", path, orjson.dumps(body), params or {}, timeout_s or CONTROL_S)
 
-    async def _call(self, method: str, path: str, body: bytes | None, params: dict[str, str]) -> Any:
+    async def _call(
+        self, method: str, path: str, body: bytes | None, params: dict[str, str], timeout_s: float = _PROBE_S
+    ) -> Any:
         if self._http is None:
             raise WireError("engine is not running", "call start first")
         try:
-            async with self._http.request(method, self.url + path, data=body, params=params) as response:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._http.request(
+                method, self.url + path, data=body, params=params, timeout=timeout
+            ) as response:
                 raw = await response.read()
                 status = response.status
                 is_json = response.content_type == "application/json"
         except TimeoutError:
             raise WireError(
-                f"engine {self.url}{path}: no answer in time", "see rollout.worker.request_timeout_s"
+                f"engine {self.url}{path}: no answer within {timeout_s:g} s",
+                f"a turn's bound is rollout.worker.request_timeout_s; see {self._log}",
             ) from None
         except aiohttp.ClientError as error:
             raise WireError(f"engine {self.url}{path}: {type(error).__name__}: {error}", f"see {self._log}") from None

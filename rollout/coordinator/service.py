@@ -134,8 +134,11 @@ class Service:
         """Answered when every worker samples under the new version."""
         shell = self.shell
         if shell.dispatcher.version < request.version:
+            # A repeated request must not lose a worker that has joined again meanwhile.
+            lost = {} if shell.sync_is_ending(request.version) else request.lost
             future = shell.sync_ends(request.version, request.seconds)
-            await shell.submit(SyncFinished(version=request.version))
+            losses = [WorkerLost(worker=worker, cause=cause) for worker, cause in lost.items()]
+            await shell.submit(*losses, SyncFinished(version=request.version))
             await shell.waiters.wait(future)
         return Empty()
 

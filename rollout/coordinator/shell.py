@@ -309,6 +309,10 @@ class Shell:
         self._seconds.setdefault(version, seconds)
         return future
 
+    def sync_is_ending(self, version: int) -> bool:
+        """Whether `sync_ends` was called for it before, and not everyone has acknowledged it yet."""
+        return version in self._seconds
+
     def as_event(self, report: WorkerReport, worker: str) -> AnyEvent:
         """A worker's report as the dispatcher takes it; keeps a trajectory's tokens."""
         if not isinstance(report, Trajectory):

@@ -8,12 +8,27 @@ import inspect
 
 VERSION = "0.5.17"
 
+WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_BUCKET = ("self", "names", "dtypes", "shapes", "group_name")
 # target -> parameters it must have, in this order (others may follow)
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler.Scheduler.flush_cache": ("self", "empty_cache"),
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle": ("self",),
     "sglang.srt.utils.weight_checker.WeightChecker.handle": ("self", "action"),
     "sglang.srt.utils.weight_checker.WeightChecker._parallelism_info": ("self",),
+    f"{WEIGHT_UPDATER}.init_weights_update_group": (
+        "self",
+        "master_address",
+        "master_port",
+        "rank_offset",
+        "world_size",
+        "group_name",
+        "backend",
+    ),
+    f"{WEIGHT_UPDATER}.update_weights_from_distributed": (*_BUCKET, "load_format"),
+    f"{WEIGHT_UPDATER}._update_bucketed_weights_from_distributed": _BUCKET,
+    "sglang.srt.utils.init_custom_process_group": ("backend", "init_method", "timeout", "world_size", "rank"),
+    "sglang.srt.utils.network.NetworkAddress.to_tcp": ("self",),
     "sglang.srt.mem_cache.radix_cache.RadixCache.__init__": ("self", "params"),
     "sglang.srt.mem_cache.registry.register_radix_cache_backend": ("name", "factory"),
     "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
@@ -23,6 +38,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 MENTIONS: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle": ("waiting_queue", "running_batch"),
     "sglang.srt.utils.weight_checker.WeightChecker.__init__": ("_get_model",),
+    f"{WEIGHT_UPDATER}.init_weights_update_group": ("_model_update_group", "tp_rank"),
+    f"{WEIGHT_UPDATER}._update_bucketed_weights_from_distributed": ("get_model", "device"),
+    f"{WEIGHT_UPDATER}._assert_weight_cache_inactive": ("get_model_runner", "server_args"),
 }
 
 

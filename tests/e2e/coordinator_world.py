@@ -37,6 +37,7 @@ from rollout.config import (
 from rollout.protocol import (
     AckRequest,
     Empty,
+    EngineAddress,
     EvaluateReply,
     EvaluateRequest,
     JoinRequest,
@@ -178,6 +179,7 @@ class ToyWorker:
     wire: Wire
     name: str = "w0"
     version: int = 0
+    engine_url: str = ""
     delay_s: float = 0.004
     corrupt: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory
     started: list[str] = field(default_factory=list)
@@ -201,7 +203,7 @@ class ToyWorker:
     def join_request(self) -> JoinRequest:
         return JoinRequest(
             worker=self.name,
-            engine_url=f"http://engine-of-{self.name}:1",
+            engine_url=self.engine_url or f"http://engine-of-{self.name}:1",
             slots=8,
             version=self.version,
             capabilities=Capabilities(),
@@ -337,13 +339,17 @@ class ToyActor:
         await self.wire.call(
             "/v1/actor/step", StepRequest(step=step, skipped=False, counts=counts, metrics=metrics), Empty
         )
-        await self.wire.call("/v1/actor/sync_begin", SyncBeginRequest(version=step), SyncBeginReply)
-        await self.wire.call("/v1/actor/sync_end", SyncEndRequest(version=step, seconds={"send": 0.25}), Empty)
+        begun = await self.wire.call("/v1/actor/sync_begin", SyncBeginRequest(version=step), SyncBeginReply)
+        await self.wire.call("/v1/actor/sync_end", await self.send(step, begun.engines), Empty)
         self.step = step
         if step % self.checkpoint_every == 0:
             self.checkpoint = step
         if self.evaluate_every and step % self.evaluate_every == 0:
             await self.evaluate(f"step{step}")
+
+    async def send(self, step: int, engines: list[EngineAddress]) -> SyncEndRequest:
+        """Bring the engines to the weights of `step`."""
+        return SyncEndRequest(version=step, seconds={"send": 0.25})
 
     async def evaluate(self, eval_id: str) -> None:
         request = EvaluateRequest(eval_id=eval_id, version=self.step)

@@ -16,7 +16,7 @@ from envclient.base.errors import ConfigError, VenusError, WireError
 from envclient.base.ports import listen, port_of
 from envclient.base.processes import processes_of_run
 from rollout.adapters import sglang_engine
-from rollout.adapters.sglang_args import server_arguments, server_environment
+from rollout.adapters.sglang_args import server_arguments, server_environment, tensor_parallel
 from rollout.adapters.sglang_engine import SglangEngine
 from rollout.config import ModelConfig, WorkerConfig
 from tests.conftest import MODEL, TOKEN
@@ -122,6 +122,9 @@ def test_an_engine_without_the_plug_in_does_not_start(tmp_path: Path, monkeypatc
         ("port", "set by the worker"),
         ("--model-path", "set by the worker"),
         ("radix_cache_backend", "set by the worker"),
+        ("dp_size", "under tensor parallelism only"),
+        ("pp-size", "under tensor parallelism only"),
+        ("ep", "under tensor parallelism only"),
     ],
 )
 def test_arguments_that_spoil_the_contract_are_refused(name: str, why: str) -> None:
@@ -132,6 +135,16 @@ def test_arguments_that_spoil_the_contract_are_refused(name: str, why: str) -> N
             worker=WorkerConfig(engine_args={name: "x"}),
             seed=0,
         )
+
+
+def test_tensor_parallel_size(tmp_path: Path) -> None:
+    assert tensor_parallel(WorkerConfig()) == 1
+    assert tensor_parallel(WorkerConfig(engine_args={"tp_size": 4})) == 4
+    assert tensor_parallel(WorkerConfig(engine_args={"--tensor-parallel-size": 2})) == 2
+    with pytest.raises(ConfigError, match=r"engine_args\.tp is '2'"):
+        tensor_parallel(WorkerConfig(engine_args={"tp": "2"}))
+    environment = server_environment(token="t", extensions=tmp_path, ranks=3, inherited={}, cuda=False)
+    assert len(environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 3
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:

@@ -264,11 +264,32 @@ def process(cases: Path, out: Path) -> None:
             stream.add(case.groups[index])
         result = stream.finish(1, counts_of(case.groups))
         weights = {name: tensor.clone() for name, tensor in actor.hf_tensors()}
+        assert_exported(actor, weights)
         results.append({"gradient": gradient, "weights": weights, "metrics": result.metrics})
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def make_export(actor: Any) -> Any:
+    from megatron_venus.adapters.export import WeightExport
+
+    return WeightExport(actor)
+
+
+def assert_exported(actor: Any, weights: dict[str, Tensor]) -> None:
+    """What rank 0 reads for a weight sync is, to the bit, what is gathered for a checkpoint; in any parts."""
+    export = make_export(actor)
+    if actor.layout.replica == 0 and actor.layout.head:
+        assert {info.name for info in export.infos} == weights.keys()
+        found = [torch.full(info.shape, torch.nan, dtype=info.dtype) for info in export.infos]
+        export.read(range(1, len(found), 2), found[1::2])
+        export.read(range(0, len(found), 2), found[::2])
+        for index, (info, tensor) in enumerate(zip(export.infos, found, strict=True)):
+            assert torch.equal(tensor, weights[info.name]), info.name
+            assert (whole := export.whole(index)) is None or torch.equal(whole, tensor), info.name
+    export.finish()
 
 
 def torchrun(ranks: int, cases: Sequence[Case], folder: Path) -> list[dict[str, dict[str, Tensor]]]:

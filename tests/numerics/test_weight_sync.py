@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +15,17 @@ from torch import Tensor
 
 from envclient.base.errors import InvariantError, WireError
 from envclient.base.ports import listen, port_of
-from megatron_venus.config import OptimizerConfig, SyncConfig
-from megatron_venus.weight_sync import WeightSync, buckets_of
+from megatron_venus.bucket import buckets_of
+from megatron_venus.config import OptimizerConfig, ParallelConfig, SyncConfig
+from megatron_venus.weight_source import TensorSource
+from megatron_venus.weight_sync import PHASES, WeightSync
+from rollout.adapters import sglang_engine
 from rollout.adapters.sglang_engine import SglangEngine
 from rollout.config import ModelConfig, WorkerConfig
 from rollout.protocol import EngineAddress, GenerateRequest, Generation
 from rollout.types import TrainGroup, TrainSequence, VersionSpan
-from tests.numerics import kit
+from tests.numerics import kit, sync_kit
+from tests.numerics.sync_kit import SyncCase
 
 TOKEN = "token-of-the-test"
 PROMPT = [5, 17, 40, 3, 88, 21, 9]
@@ -41,6 +47,10 @@ async def generate(engine: SglangEngine, temperature: float, tokens: int, name: 
 def greedy_by_transformers(weights: Iterator[tuple[str, Tensor]], folder: Path, tokens: int) -> list[int]:
     model = kit.reference_model(folder)
     model.load_state_dict(dict(weights), strict=False)
+    return greedy(model, tokens)
+
+
+def greedy(model: Any, tokens: int) -> list[int]:
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         for _ in range(tokens):
@@ -71,7 +81,7 @@ def log_prob_gap(actor: object, generations: list[Generation]) -> float:
 
 
 @pytest.mark.sglang
-def test_into_sglang(untied_model: Path, tmp_path: Path) -> None:
+def test_into_sglang(untied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An untied model here; the quickstart's is tied and its syncs are verified too."""
     folder = untied_model
     settings = dataclasses.replace(OptimizerConfig(), lr=2e-2)
@@ -96,20 +106,24 @@ def test_into_sglang(untied_model: Path, tmp_path: Path) -> None:
 
     async def scenario() -> None:
         await engine.start()
+
+        async def send_once(weights: dict[str, Tensor]) -> None:
+            await asyncio.to_thread(WeightSync(TensorSource(weights), actor.arch, config, TOKEN).send, 3, addresses)
+
         addresses = [EngineAddress(worker="w0", engine_url=engine.url)]
-        sync = WeightSync(actor.hf_tensors, config, TOKEN)
+        sync = WeightSync(kit.make_export(actor), actor.arch, config, TOKEN)
         before = (await generate(engine, 0.0, 24, "before")).token_ids
         assert before == greedy_by_transformers(actor.hf_tensors(), folder, 24)
         for version in (1, 2):
             train_step(version)
             # `send` compares every checksum itself after syncs 1 and 2.
-            seconds = await asyncio.to_thread(sync.send, version, addresses)
-            assert seconds["verify"] > 0
-            assert (seconds["connect"] > 0) == (version == 1)
+            result = await asyncio.to_thread(sync.send, version, addresses)
+            assert not result.lost and result.seconds.keys() == {*PHASES, "total"}
+            assert min(result.seconds[phase] for phase in ("connect", "gather", "broadcast", "load", "verify")) > 0
             after = (await generate(engine, 0.0, 24, f"after{version}")).token_ids
             assert after == greedy_by_transformers(actor.hf_tensors(), folder, 24)
             assert after != before
-        assert len(list(buckets_of(actor.hf_tensors(), 8000))) > 3
+        assert len(sync.buckets) > 3
 
         sampled = [await generate(engine, 1.0, 40, f"sample{index}") for index in range(4)]
         gap = log_prob_gap(actor, sampled)
@@ -121,15 +135,25 @@ def test_into_sglang(untied_model: Path, tmp_path: Path) -> None:
             await asyncio.to_thread(sync.verify)
         assert log_prob_gap(actor, sampled) > 1e-3
 
-        def with_stranger() -> Iterator[tuple[str, Tensor]]:
-            yield from actor.hf_tensors()
-            yield "model.layers.2.mlp.down_proj.weight", torch.zeros(2, 2)
-
-        strange = WeightSync(with_stranger, config, TOKEN)
+        weights = dict(actor.hf_tensors())
         with pytest.raises(InvariantError, match=r"no parameter.*layers\.2\.mlp\.down_proj"):
-            await asyncio.to_thread(strange.send, 3, addresses)
+            await send_once(weights | {"model.layers.2.mlp.down_proj.weight": torch.zeros(2, 2)})
+        with pytest.raises(InvariantError, match=r"'lm_head.weight' would never be updated"):
+            await send_once({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
+        with pytest.raises(InvariantError, match=r"'model.norm.weight' is float32\[32\], the actor's float32\[31\]"):
+            await send_once(weights | {"model.norm.weight": torch.zeros(31)})
+
+        assert engine._child is not None
+        engine._child.signal_group(signal.SIGSTOP)
+        impatient = WeightSync(kit.make_export(actor), actor.arch, dataclasses.replace(config, timeout_s=1.0), TOKEN)
+        frozen = r"no engine took version 3: engine of worker w0 .*not answered within 1 s"
+        with pytest.raises(WireError, match=frozen):
+            await asyncio.to_thread(impatient.send, 3, addresses)
+        monkeypatch.setattr(sglang_engine, "CONTROL_S", 0.5)
+        with pytest.raises(WireError, match=r"/flush_cache: no answer within 0\.5 s"):
+            await engine.flush()
         await engine.stop()
-        with pytest.raises(WireError, match="engine of worker w0"):
+        with pytest.raises(WireError, match="no engine took version 3: engine of worker w0"):
             await asyncio.to_thread(sync.send, 3, addresses)
         sync.close()
 
@@ -142,23 +166,62 @@ def test_into_sglang(untied_model: Path, tmp_path: Path) -> None:
     asyncio.run(bounded())
 
 
+@pytest.mark.sglang
+def test_experts_into_two_ranks(tmp_path: Path) -> None:
+    """Qwen3-MoE, its experts on two actor processes, into a server of two tensor-parallel ranks."""
+    folder = kit.make_model(tmp_path / "model", tied=False, experts=4)
+    engine = SglangEngine(
+        model_path=str(folder),
+        model=ModelConfig(path=str(folder), context_length=128),
+        worker=WorkerConfig(slots=4, kv_tokens=1024, engine_args={"tp_size": 2}),
+        log=tmp_path / "engine.log",
+        token=TOKEN,
+        seed=0,
+    )
+
+    async def scenario() -> None:
+        try:
+            await engine.start()
+            before = (await generate(engine, 0.0, 24, "before")).token_ids
+            assert before == greedy(kit.reference_model(folder), 24)
+            case = SyncCase(
+                folder=str(folder),
+                parallel=ParallelConfig(expert=2),
+                engines=[EngineAddress(worker="w0", engine_url=engine.url)],
+                token=TOKEN,
+                bucket_mb=0.008,
+                steps=2,
+            )
+            (synced,) = await asyncio.to_thread(sync_kit.torchrun, 2, [case], tmp_path)
+            assert [report.result.lost for report in synced] == [{}, {}]
+            assert all(report.result.seconds["verify"] > 0 for report in synced)
+            after = (await generate(engine, 0.0, 24, "after")).token_ids
+            assert after != before
+            assert after == greedy(kit.reference_model(tmp_path / "trained0"), 24)
+        finally:
+            await engine.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 250))
+
+
 def test_silent_engine_is_named(tied_model: Path) -> None:
     actor = kit.make_actor(tied_model)
     silent = listen("127.0.0.1")
     address = EngineAddress(worker="w7", engine_url=f"http://127.0.0.1:{port_of(silent)}")
-    sync = WeightSync(actor.hf_tensors, SyncConfig(timeout_s=0.5), TOKEN)
+    sync = WeightSync(kit.make_export(actor), actor.arch, SyncConfig(timeout_s=0.5), TOKEN)
     with pytest.raises(WireError, match=r"worker w7.*not answered within 0\.5 s"):
         sync.send(1, [address])
     sync.close()
 
 
 def test_buckets_keep_order_size_and_type() -> None:
-    tensors = [
-        ("a", torch.zeros(10)),
-        ("b", torch.zeros(5)),
-        ("c", torch.zeros(100)),
-        ("d", torch.zeros(3, dtype=torch.bfloat16)),
-        ("e", torch.zeros(3)),
-    ]
-    buckets = list(buckets_of(tensors, 64))
-    assert [[name for name, _ in bucket] for bucket in buckets] == [["a", "b"], ["c"], ["d"], ["e"]]
+    tensors = {
+        "a": torch.zeros(10),
+        "b": torch.zeros(5),
+        "c": torch.zeros(100),
+        "d": torch.zeros(3, dtype=torch.bfloat16),
+        "e": torch.zeros(3),
+    }
+    buckets = list(buckets_of(TensorSource(tensors).infos, 64))
+    assert [[info.name for info in bucket.infos] for bucket in buckets] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert [(bucket.start, bucket.nbytes) for bucket in buckets] == [(0, 60), (2, 400), (3, 6), (4, 12)]

@@ -1,4 +1,4 @@
-"""The three layouts of one model: round trips, the engine's fused names, and checkpoints that are refused."""
+"""The layouts of one model: round trips, and checkpoints that are refused."""
 
 from __future__ import annotations
 
@@ -84,21 +84,6 @@ def test_query_heads_stand_with_their_key_and_value() -> None:
     q, k, v = (weights[f"model.layers.1.self_attn.{letter}_proj.weight"] for letter in "qkv")
     expected = torch.cat([q[:6], k[:3], v[:3], q[6:], k[3:], v[3:]])
     assert torch.equal(fused, expected)
-
-
-def test_engine_layout() -> None:
-    weights = random_weights(ARCH)
-    engine = weight_map.engine_tensors(reversed(list(weights.items())))
-    assert {weight_map.engine_name(name) for name in weights} == engine.keys()
-    prefix = "model.layers.0."
-    q, k, v = (weights[f"{prefix}self_attn.{letter}_proj.weight"] for letter in "qkv")
-    assert torch.equal(engine[f"{prefix}self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
-    gate, up = (weights[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up"))
-    assert torch.equal(engine[f"{prefix}mlp.gate_up_proj.weight"], torch.cat([gate, up]))
-    # 70 rows fill up to 128.
-    assert engine["lm_head.weight"].shape == (128, 8)
-    assert torch.equal(engine["lm_head.weight"][:70], weights["lm_head.weight"])
-    assert not engine["lm_head.weight"][70:].any()
 
 
 def test_checksum_sees_every_bit_and_no_stride() -> None:

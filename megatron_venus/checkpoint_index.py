@@ -1,11 +1,13 @@
 """Which checkpoints a run has. No torch here: the launcher reads it before anything heavy starts.
 
-A checkpoint is the folder `checkpoints/step_000010/` with `megatron/` (distributed checkpoint), `hf/` (the same weights
-for engines) and `manifest.json`, written last and fsynced: a folder without a whole manifest is not a checkpoint.
+A checkpoint is the folder `checkpoints/step_000010/` with `megatron/` (distributed checkpoint), `hf/` (config and
+tokenizer, and where the run exports the same weights for engines) and `manifest.json`, written last and fsynced: a
+folder without a whole manifest is not a checkpoint.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -39,8 +41,13 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hf_dir(self) -> Path:
-        """Folder that an engine can load."""
+        """Folder with config and tokenizer; `exported`: one that an engine can load."""
         return self.path / "hf"
+
+    @property
+    def exported(self) -> bool:
+        """Whether `hf_dir` holds the weights too."""
+        return any(name.startswith("hf/") and name.endswith(".safetensors") for name in self.manifest.files)
 
     @property
     def megatron_dir(self) -> Path:
@@ -78,3 +85,11 @@ def find_latest(run_dir: Path) -> Checkpoint | None:
     """The newest complete checkpoint of a run, or None."""
     found = find_all(run_dir)
     return found[-1] if found else None
+
+
+def remove_unfinished(run_dir: Path) -> list[str]:
+    """Remove what saves that a kill interrupted left behind; the folders' names. Not while a save is in flight."""
+    folders = [path for path in (run_dir / "checkpoints").glob("step_*") if not (path / MANIFEST).exists()]
+    for folder in folders:
+        shutil.rmtree(folder)
+    return sorted(folder.name for folder in folders)

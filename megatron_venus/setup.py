@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from rollout.rope import check_context, read_rope
 if TYPE_CHECKING:
     from megatron_venus.adapters.export import WeightExport
     from megatron_venus.adapters.layout import Layout
+    from megatron_venus.checkpoint_saver import CheckpointSaver
     from megatron_venus.grad_stream import GradientStream
     from megatron_venus.weight_sync import WeightSync
 
@@ -37,8 +37,7 @@ class Parts:
     export: WeightExport
     sync: WeightSync
     rollouts: RolloutLog
-    save: Callable[[int], None]
-    """Write the checkpoint of this step; every process calls it."""
+    saver: CheckpointSaver
 
 
 def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | None) -> Parts:
@@ -55,6 +54,7 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     from megatron_venus.adapters import layout as layouts
     from megatron_venus.adapters.export import WeightExport
     from megatron_venus.adapters.megatron import Actor
+    from megatron_venus.checkpoint_saver import CheckpointSaver
     from megatron_venus.grad_stream import GradientStream
     from megatron_venus.reference import FrozenReference
     from megatron_venus.weight_sync import WeightSync
@@ -85,15 +85,11 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     )
 
     log.info("loss: %s", algorithms.summary(config))
-
-    def save(step: int) -> None:
-        keep = actor_config.keep_checkpoints
-        checkpoint.save(run_dir, step, actor, stream.nonfinite_steps, hf_source=source, keep=keep)
-
     export = WeightExport(actor)
     sync = WeightSync(export.tensors, actor_config.sync, token)
     rollouts = RolloutLog(run_dir, layout.replica, config.run.save_rollouts and layout.head)
-    return Parts(layout=layout, stream=stream, export=export, sync=sync, rollouts=rollouts, save=save)
+    saver = CheckpointSaver(run_dir, actor, actor_config.checkpoint, hf_source=source)
+    return Parts(layout=layout, stream=stream, export=export, sync=sync, rollouts=rollouts, saver=saver)
 
 
 def _use_loopback_if_nameless() -> None:

@@ -54,7 +54,7 @@ def test_round_trips(tied: bool, tied_model: Path, untied_model: Path, tmp_path:
     first = kit.make_actor(folder, SETTINGS)
     train(first, range(1, 3))
     torch.manual_seed(77)
-    checkpoint.save(tmp_path, 2, first, 1, hf_source=folder, keep=2)
+    kit.save_checkpoint(tmp_path, 2, first, hf_source=folder, nonfinite_steps=1)
     expected_random = torch.rand(3)
 
     second = kit.make_actor(folder, SETTINGS)
@@ -70,7 +70,7 @@ def test_round_trips(tied: bool, tied_model: Path, untied_model: Path, tmp_path:
     train(first, range(3, 5))
     train(second, range(3, 5))
     assert_same(dict(second.hf_tensors()), dict(first.hf_tensors()))
-    checkpoint.save(tmp_path, 4, second, 1, hf_source=folder, keep=2)
+    kit.save_checkpoint(tmp_path, 4, second, hf_source=folder, nonfinite_steps=1)
     third = kit.make_actor(folder, SETTINGS)
     found = find_latest(tmp_path)
     assert found is not None and found.step == 4
@@ -80,11 +80,9 @@ def test_round_trips(tied: bool, tied_model: Path, untied_model: Path, tmp_path:
 
 
 def test_export_loads_in_transformers(untied_model: Path, tmp_path: Path) -> None:
-    from megatron_venus import checkpoint
-
     actor = kit.make_actor(untied_model, SETTINGS)
     train(actor, range(1, 2))
-    checkpoint.save(tmp_path, 1, actor, 0, hf_source=untied_model, keep=1)
+    kit.save_checkpoint(tmp_path, 1, actor, hf_source=untied_model, keep=1)
     found = find_latest(tmp_path)
     assert found is not None
     assert (found.hf_dir / "config.json").read_bytes() == (untied_model / "config.json").read_bytes()
@@ -97,7 +95,7 @@ def test_other_weights_than_the_manifests_are_refused(tied_model: Path, tmp_path
 
     actor = kit.make_actor(tied_model, SETTINGS)
     train(actor, range(1, 2))
-    checkpoint.save(tmp_path, 1, actor, 0, hf_source=tied_model, keep=1)
+    kit.save_checkpoint(tmp_path, 1, actor, hf_source=tied_model, keep=1)
     found = find_latest(tmp_path)
     assert found is not None
     wrong = found.manifest.weights | {"model.norm.weight": "0" * 64}

@@ -81,7 +81,7 @@ def test_checkpoints_of_a_run(untied_model: Path, tmp_path: Path) -> None:
 
     actor = kit.make_actor(untied_model, SETTINGS)
     train(actor, range(1, 3))
-    checkpoint.save(tmp_path / "run", 2, actor, 1, hf_source=untied_model, keep=2)
+    kit.save_checkpoint(tmp_path / "run", 2, actor, hf_source=untied_model, nonfinite_steps=1)
     found = find_latest(tmp_path / "run")
     assert found is not None
     to_hf.convert(found.path, tmp_path / "export", quiet=True)

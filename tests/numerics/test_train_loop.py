@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ def run_actor(
     parallel: ParallelConfig | None = None,
     loss: LossConfig | None = None,
     resume_step: int = -1,
+    file_bytes: int = resource.RLIM_INFINITY,
     **run: object,
 ) -> subprocess.CompletedProcess[str]:
     nothing = FactoryConfig(factory="nothing:nothing")
@@ -56,6 +58,7 @@ def run_actor(
             capture_output=True,
             text=True,
             timeout=120,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes)),
         )
 
 

@@ -13,13 +13,12 @@ from torch import Tensor
 from ckpt_tools.raw import OpenFiles, read_into
 from ckpt_tools.safetensors_file import DTYPES, StoredTensor, read_header
 from envclient.base.errors import ConfigError
+from megatron_venus.hf_folder import INDEX, WEIGHTS
 from megatron_venus.weight_map import Architecture, architecture_in, check_shapes
 
 BLOCK_BYTES = 16_000_000
 """Memory of one block of rows; a tool holds a few at a time, whatever the model's size. Below 32 MiB the allocator uses
 the same memory for the next block, which halves the system's time against 128 MB."""
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +96,11 @@ class HfCheckpoint:
 def _stored(folder: Path) -> dict[str, StoredTensor]:
     if (folder / INDEX).is_file():
         return _indexed(folder)
-    if not (folder / SINGLE).is_file():
-        raise ConfigError(f"{str(folder)!r} has neither {INDEX} nor {SINGLE}", "name a folder with safetensors weights")
-    return read_header(folder / SINGLE)
+    if not (folder / WEIGHTS).is_file():
+        raise ConfigError(
+            f"{str(folder)!r} has neither {INDEX} nor {WEIGHTS}", "name a folder with safetensors weights"
+        )
+    return read_header(folder / WEIGHTS)
 
 
 def _indexed(folder: Path) -> dict[str, StoredTensor]:

@@ -15,16 +15,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_tools import command
-from ckpt_tools.hf_checkpoint import Block, stated_dtype
+from ckpt_tools.hf_checkpoint import Block
 from ckpt_tools.megatron_checkpoint import MegatronCheckpoint
 from ckpt_tools.output import check_target, complete_or_absent, gigabytes
 from ckpt_tools.raw import write_from
 from ckpt_tools.rows import Checksums, each_block
-from ckpt_tools.safetensors_file import StoredTensor, create
+from ckpt_tools.safetensors_file import create
 from ckpt_tools.source import find
 from envclient.base.errors import ConfigError
 from envclient.base.files import write_json_atomic
-from megatron_venus.hf_folder import FILE_BYTES, INDEX, companions, index_of, into_files
+from megatron_venus.hf_folder import FILE_BYTES, companions, index_of, into_files
+from megatron_venus.safetensors_header import INDEX, StoredTensor, stated_dtype
 from megatron_venus.weight_map import hf_shapes
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint import FileSystemReader
 
 from envclient.base.errors import VenusError
 from megatron_venus.adapters.megatron import Actor
@@ -27,7 +29,7 @@ def sharded_state(actor: Actor, *, loading: bool) -> dict[str, Any]:
     """Weights and optimizer of this process, each with its place in the whole. Every process calls it."""
     if not loading:
         _begin_moments(actor)
-    metadata = CONTENT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    metadata = _metadata()
     models = {
         _model_key(index, actor): chunk.sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(actor.chunks)
@@ -67,10 +69,39 @@ def load(checkpoint: Checkpoint, actor: Actor) -> int:
         actor.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"]["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["random"]["megatron"])
-    for name, tensor in actor.hf_tensors():
-        if checksum(tensor) != checkpoint.manifest.weights.get(name):
-            raise VenusError(
-                f"checkpoint {checkpoint.path.name}: tensor {name!r} is not the one in its manifest",
-                "remove that folder to resume from the checkpoint before it",
-            )
+    check_weights(checkpoint, actor, "remove that folder to resume from the checkpoint before it")
     return int(state["nonfinite_steps"])
+
+
+def load_weights(checkpoint: Checkpoint, actor: Actor) -> None:
+    """Fill the model, which has no optimizer yet, from a checkpoint of any type and cut. Every process calls it."""
+    metadata = _metadata()
+    wanted: dict[str, Any] = {}
+    for index, chunk in enumerate(actor.chunks):
+        # Transformer Engine's fp8 state is an object, empty here, and no part of a checkpoint of weights.
+        state = chunk.sharded_state_dict(metadata=metadata).items()
+        wanted[_model_key(index, actor)] = {n: value for n, value in state if not isinstance(value, ShardedObject)}
+    loaded = dist_checkpointing.load(wanted, str(checkpoint.megatron_dir))
+    for index, chunk in enumerate(actor.chunks):
+        chunk.load_state_dict(loaded[_model_key(index, actor)], strict=False)
+
+
+def check_weights(checkpoint: Checkpoint, actor: Actor, remedy: str) -> None:
+    """Every process calls it.
+
+    Raises:
+        VenusError: the actor's weights are not those of the manifest.
+    """
+    stored = FileSystemReader(checkpoint.megatron_dir).read_metadata().state_dict_metadata
+    dtype = stored["decoder.final_layernorm.weight"].properties.dtype
+    if torch.promote_types(dtype, actor.dtype) != actor.dtype:
+        return  # the actor's type is a narrower one: what was stored cannot be had back
+    for name, tensor in actor.hf_tensors():
+        if checksum(tensor.to(dtype)) != checkpoint.manifest.weights.get(name):
+            raise VenusError(
+                f"checkpoint {checkpoint.path.name}: tensor {name!r} is not the one in its manifest", remedy
+            )
+
+
+def _metadata() -> dict[str, Any]:
+    return CONTENT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from envclient.base.errors import ConfigError
 from envclient.base.files import write_atomic
 
 MANIFEST = "manifest.json"
@@ -65,14 +66,38 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     write_atomic(path / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
+def open_checkpoint(path: Path, option: str) -> Checkpoint:
+    """The checkpoint in folder `path`, which the user named by `option`.
+
+    Raises:
+        ConfigError: not complete; names the file that is missing, truncated or no manifest.
+    """
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(f"{option}={str(path)!r} is not a complete checkpoint: {what}", "name one that is whole")
+
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except OSError:
+        raise refuse(f"it has no {MANIFEST}") from None
+    except msgspec.DecodeError as error:
+        raise refuse(f"its {MANIFEST} cannot be read: {error}") from None
+    for name, size in manifest.files.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError:
+            raise refuse(f"{name} is missing") from None
+        if found != size:
+            raise refuse(f"{name} has {found} of {size} bytes")
+    return Checkpoint(path=path, manifest=manifest)
+
+
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in folder `path`, or None when it is not complete."""
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-        whole = all((path / name).stat().st_size == size for name, size in manifest.files.items())
-    except (OSError, msgspec.DecodeError):
+        return open_checkpoint(path, "folder")
+    except ConfigError:
         return None
-    return Checkpoint(path=path, manifest=manifest) if whole else None
 
 
 def find_all(run_dir: Path) -> list[Checkpoint]:
@@ -85,6 +110,13 @@ def find_latest(run_dir: Path) -> Checkpoint | None:
     """The newest complete checkpoint of a run, or None."""
     found = find_all(run_dir)
     return found[-1] if found else None
+
+
+def latest_of(run_dir: Path) -> Checkpoint:
+    """The newest complete checkpoint of a run that has one."""
+    found = find_latest(run_dir)
+    assert found is not None
+    return found
 
 
 def remove_unfinished(run_dir: Path) -> list[str]:

@@ -5,7 +5,6 @@ Only safetensors, no `transformers`: importing it would cost seconds at every st
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from envclient.base.errors import ConfigError
 from envclient.base.files import write_json_atomic
+from megatron_venus.safetensors_header import INDEX, WEIGHTS, read_folder
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5_000_000_000
 """A file of weights has at most so many bytes, as Hugging Face's own have."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
@@ -28,19 +25,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of the checkpoint in `folder`, one file or several.
 
     Raises:
-        ConfigError: no safetensors there, or a file named by the index is missing.
+        ConfigError: see `safetensors_header.read_folder`.
     """
-    if (folder / INDEX).is_file():
-        index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = sorted(set(index.values()))
-    else:
-        files = [WEIGHTS]
-    weights: dict[str, Tensor] = {}
-    for name in files:
-        if not (folder / name).is_file():
-            raise ConfigError(f"model.path {str(folder)!r} has no {name}", "name a folder with safetensors weights")
-        weights |= load_file(folder / name)
-    return weights
+    files = {tensor.path for tensor in read_folder(folder).values()}
+    return {name: tensor for path in sorted(files) for name, tensor in load_file(path).items()}
 
 
 def companions(folder: Path) -> list[Path]:

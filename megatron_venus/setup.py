@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from megatron_venus import algorithms
 from megatron_venus.adapters import cpu
-from megatron_venus.checkpoint_index import Checkpoint
+from megatron_venus.checkpoint_index import Checkpoint, open_checkpoint
 from megatron_venus.config import VenusConfig
 from megatron_venus.rollout_log import RolloutLog
+from megatron_venus.safetensors_header import read_folder
 from rollout.policy.advantages import AdvantageRule
 from rollout.rope import check_context, read_rope
 
@@ -65,8 +67,13 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     arch = weight_map.read_architecture(source)
     rope = read_rope(source, model.yarn)
     check_context(model.context_length, rope, model.path)
-    weights = hf_folder.read_weights(source)
+    # The headers, before any weight is loaded.
+    weight_map.check_shapes({name: tensor.shape for name, tensor in read_folder(source).items()}, arch, str(source))
+    first = open_checkpoint(Path(model.megatron), "model.megatron") if model.megatron else None
+    weights = functools.partial(checkpoint.load_weights, first) if first else hf_folder.read_weights(source)
     actor = Actor(arch, weights, actor_config.optimizer, layout, rope=rope, dtype=model.dtype, seed=config.run.seed)
+    if first:
+        checkpoint.check_weights(first, actor, "make it again with python -m ckpt_tools.from_hf")
     # Before a checkpoint is loaded: the reference is what the run started from.
     reference = FrozenReference(actor.chunks) if actor_config.loss.kl.place != "none" else None
     nonfinite_steps = checkpoint.load(resume, actor) if resume else 0

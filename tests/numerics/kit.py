@@ -5,6 +5,7 @@ Run as a module under torchrun it is one process of a streamed batch: `python -m
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_venus.adapters import cpu
+from megatron_venus.checkpoint_index import open_checkpoint
 from megatron_venus.config import CheckpointConfig, LossConfig, OptimizerConfig, ParallelConfig
 from megatron_venus.reference import FrozenReference
 from rollout.config import YarnConfig
@@ -126,13 +128,16 @@ def make_actor(
     dtype: str = "float32",
     parallel: ParallelConfig | None = None,
     yarn: YarnConfig | None = None,
+    megatron: Path | None = None,
 ) -> Any:
     place = start_megatron(parallel)
-    from megatron_venus import hf_folder, weight_map
+    from megatron_venus import checkpoint, hf_folder, weight_map
     from megatron_venus.adapters.megatron import Actor
 
     arch = weight_map.read_architecture(folder)
-    weights = hf_folder.read_weights(folder)
+    weights: Any = hf_folder.read_weights(folder)
+    if megatron:
+        weights = functools.partial(checkpoint.load_weights, open_checkpoint(megatron, "megatron"))
     rope = read_rope(folder, yarn or YarnConfig())
     return Actor(arch, weights, optimizer or OptimizerConfig(), place, rope=rope, dtype=dtype, seed=0)
 

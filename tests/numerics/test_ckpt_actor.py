@@ -13,6 +13,7 @@ import torch
 
 from ckpt_tools import from_hf, reshard, to_hf
 from ckpt_tools.layout import Layout
+from envclient.base.errors import VenusError
 from envclient.base.processes import last_lines
 from megatron_venus import packing, weight_map
 from megatron_venus.checkpoint_index import find_latest, read_checkpoint
@@ -40,6 +41,7 @@ def test_megatron_loads_every_family(family: str, tied: bool, tmp_path: Path) ->
 
 
 def test_tensor_parallel_ranks_load_their_parts(untied_model: Path, tmp_path: Path) -> None:
+    """And an actor of that layout trains from them as from the Hugging Face folder."""
     from_hf.convert(untied_model, tmp_path / "ckpt", layout=Layout(), quiet=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     module = ["-m", "tests.numerics.ckpt_kit", str(untied_model), str(tmp_path / "ckpt"), str(tmp_path / "part")]
@@ -73,6 +75,25 @@ def test_actor_computes_the_same_log_probs(tied_model: Path, tmp_path: Path) -> 
     expected = log_probs()
     ckpt_kit.load(actor.chunks[0], tmp_path / "ckpt" / "megatron")
     assert torch.equal(log_probs(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_actor_starts_from_it(dtype: str, tmp_path: Path) -> None:
+    """From bfloat16 files, in the actor's own type: the same first step, to the bit, as from Hugging Face's files."""
+    from megatron_venus import checkpoint
+
+    source = make(tmp_path / "hf", "qwen3", tied=True)
+    from_hf.convert(source, tmp_path / "ckpt", layout=Layout(tensor=2), quiet=True)
+    actors = [kit.make_actor(source, SETTINGS, dtype=dtype, megatron=start) for start in (None, tmp_path / "ckpt")]
+    made = read_checkpoint(tmp_path / "ckpt")
+    assert made is not None
+    checkpoint.check_weights(made, actors[1], "")
+    for actor in actors:
+        train(actor, range(1, 2))
+    assert_same(dict(actors[1].hf_tensors()), dict(actors[0].hf_tensors()))
+    assert_same(adam_state(actors[1]), adam_state(actors[0]))
+    with pytest.raises(VenusError, match="is not the one in its manifest"):
+        checkpoint.check_weights(made, actors[1], "")
 
 
 def test_checkpoints_of_a_run(untied_model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ are, bit for bit; each tensor's checksum is compared with the checkpoint's manif
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -24,8 +23,8 @@ from ckpt_tools.safetensors_file import create
 from ckpt_tools.source import find
 from envclient.base.errors import ConfigError
 from envclient.base.files import write_json_atomic
-from megatron_venus.hf_folder import FILE_BYTES, companions, index_of, into_files
-from megatron_venus.safetensors_header import INDEX, StoredTensor, stated_dtype
+from megatron_venus.hf_folder import FILE_BYTES, companions, index_of, into_files, state_dtype
+from megatron_venus.safetensors_header import INDEX, StoredTensor
 from megatron_venus.weight_map import hf_shapes
 
 
@@ -84,8 +83,7 @@ def convert(
     with complete_or_absent(out) as folder:
         for path in beside:
             shutil.copy2(path, folder / path.name)
-        if stated_dtype(found.hf_dir) not in (None, name):
-            _state_dtype(folder / "config.json", name)
+        state_dtype(folder / "config.json", weights.dtype)
         checksums = _write(folder, weights, shards, command.Progress(weights.nbytes, "written", quiet=quiet))
         for tensor, checksum in checksums.items():
             if found.manifest and found.manifest.weights.get(tensor) != checksum:
@@ -140,15 +138,6 @@ def _write(
     assert all(written[name] == tensor.nbytes for name, tensor in stored.items()), "every row is written once"
     progress.end()
     return checksums.result()
-
-
-def _state_dtype(config: Path, name: str) -> None:
-    """Make config.json state the type that the weights have (a run may train in another one than it started from)."""
-    values = json.loads(config.read_text())
-    for key in ("dtype", "torch_dtype"):
-        if key in values:
-            values[key] = name
-    write_json_atomic(config, values)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint import FileSystemReader
 
-from envclient.base.errors import VenusError
+from envclient.base.errors import ConfigError, VenusError
 from megatron_venus.adapters.megatron import Actor
 from megatron_venus.checkpoint_index import Checkpoint
 from megatron_venus.weight_map import checksum
@@ -60,8 +60,16 @@ def load(checkpoint: Checkpoint, actor: Actor) -> int:
     """Restore weights, optimizer and random states; returns the number of steps skipped so far. Every process calls it.
 
     Raises:
+        ConfigError: its weights have another type than the actor's.
         VenusError: the restored weights are not those of the manifest.
     """
+    dtype = _stored_dtype(checkpoint)
+    if dtype != actor.dtype:
+        names = [str(each).removeprefix("torch.") for each in (actor.dtype, dtype)]
+        raise ConfigError(
+            f"model.dtype={names[0]!r}, but checkpoint {checkpoint.path.name} holds {names[1]}",
+            "resume with the type that the run began with",
+        )
     state = dist_checkpointing.load(sharded_state(actor, loading=True), str(checkpoint.megatron_dir))
     for index, chunk in enumerate(actor.chunks):
         chunk.load_state_dict(state[_model_key(index, actor)])
@@ -92,8 +100,7 @@ def check_weights(checkpoint: Checkpoint, actor: Actor, remedy: str) -> None:
     Raises:
         VenusError: the actor's weights are not those of the manifest.
     """
-    stored = FileSystemReader(checkpoint.megatron_dir).read_metadata().state_dict_metadata
-    dtype = stored["decoder.final_layernorm.weight"].properties.dtype
+    dtype = _stored_dtype(checkpoint)
     if torch.promote_types(dtype, actor.dtype) != actor.dtype:
         return  # the actor's type is a narrower one: what was stored cannot be had back
     for name, tensor in actor.hf_tensors():
@@ -101,6 +108,12 @@ def check_weights(checkpoint: Checkpoint, actor: Actor, remedy: str) -> None:
             raise VenusError(
                 f"checkpoint {checkpoint.path.name}: tensor {name!r} is not the one in its manifest", remedy
             )
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    stored = FileSystemReader(checkpoint.megatron_dir).read_metadata().state_dict_metadata
+    dtype: torch.dtype = stored["decoder.final_layernorm.weight"].properties.dtype
+    return dtype
 
 
 def _metadata() -> dict[str, Any]:

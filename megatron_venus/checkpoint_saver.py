@@ -28,7 +28,7 @@ from megatron_venus.adapters.megatron import Actor
 from megatron_venus.checkpoint_index import Manifest, checkpoint_dir, find_all, remove_unfinished, write_manifest
 from megatron_venus.checkpoint_snapshot import Snapshot
 from megatron_venus.config import CheckpointConfig
-from megatron_venus.hf_folder import copy_companions, write_weights
+from megatron_venus.hf_folder import copy_companions, state_dtype, write_weights
 from megatron_venus.weight_map import checksum
 from rollout.rope import Rope
 
@@ -159,6 +159,8 @@ class CheckpointSaver:
             result = work()
         except Exception as error:
             root = _root(error)
+            if not isinstance(root, OSError):
+                log.exception("a defect, not the disk's fault")
             problem = f"{type(root).__name__}: {root}"
         parts: list[Any] = [None] * dist.get_world_size()
         try:
@@ -170,7 +172,9 @@ class CheckpointSaver:
             ) from None
         for rank, (_, problem) in enumerate(parts):
             if problem:
-                raise VenusError(f"a checkpoint was not finished: rank {rank}: {problem}", "see that rank's disk")
+                raise VenusError(
+                    f"a checkpoint was not finished: rank {rank}: {problem}", "see that rank's log and disk"
+                )
         return [result for result, _ in parts]
 
     def _write_whole(self, snapshot: Snapshot, written: list[Any]) -> None:
@@ -178,6 +182,7 @@ class CheckpointSaver:
         snapshot.close(written)
         copy_companions(self._hf_source, folder / "hf")
         _keep_rope(folder / "hf" / "config.json", self._actor.rope)
+        state_dtype(folder / "hf" / "config.json", self._actor.dtype)
         if self._config.export:
             write_weights(folder / "hf", snapshot.weights)
         checksums = {name: checksum(tensor) for name, tensor in snapshot.weights.items()}

@@ -5,11 +5,13 @@ Only safetensors, no `transformers`: importing it would cost seconds at every st
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,6 +50,15 @@ def copy_companions(source: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in companions(source):
         shutil.copy2(path, folder / path.name)
+
+
+def state_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Make config.json state the type that the weights have: a run may train in another one than it started from."""
+    values = json.loads(config.read_text())
+    name = str(dtype).removeprefix("torch.")
+    changed = {key: name for key in ("dtype", "torch_dtype") if values.get(key, name) != name}
+    if changed:
+        write_json_atomic(config, values | changed)
 
 
 def into_files(sizes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:

@@ -89,7 +89,9 @@ def check_room(config: VenusConfig, run_dir: Path, parameters: int) -> None:
     one = parameters * (item + _OPTIMIZER_BYTES + (item if settings.export else 0))
     every = config.run.checkpoint_every
     count = min(max(1, settings.keep) + 1, 1 + (config.run.steps - 1) // every if every else 1)
-    held = sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*") if path.is_file())
+    # With `never` an earlier run of this name stays, and the new one gets a folder of its own.
+    old = (run_dir / "checkpoints").rglob("*") if config.run.resume != "never" else ()
+    held = sum(path.stat().st_size for path in old if path.is_file())
     place = run_dir.absolute()
     while not place.exists():
         place = place.parent

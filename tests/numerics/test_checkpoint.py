@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from envclient.base.errors import VenusError
+from envclient.base.errors import ConfigError, VenusError
 from megatron_venus.checkpoint_index import Checkpoint, find_latest
 from megatron_venus.config import OptimizerConfig
 from megatron_venus.hf_folder import read_weights
@@ -88,6 +89,19 @@ def test_export_loads_in_transformers(untied_model: Path, tmp_path: Path) -> Non
     assert (found.hf_dir / "config.json").read_bytes() == (untied_model / "config.json").read_bytes()
     model = kit.reference_model(found.hf_dir)
     assert_same(dict(model.named_parameters()), dict(actor.hf_tensors()))
+
+
+def test_another_type_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    """And what a run in bfloat16 exports says so in its config.json."""
+    from megatron_venus import checkpoint
+
+    kit.save_checkpoint(tmp_path, 1, kit.make_actor(tied_model, SETTINGS, dtype="bfloat16"), hf_source=tied_model)
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert json.loads((found.hf_dir / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in read_weights(found.hf_dir).values()} == {torch.bfloat16}
+    with pytest.raises(ConfigError, match=r"model\.dtype='float32', but checkpoint step_000001 holds bfloat16"):
+        checkpoint.load(found, kit.make_actor(tied_model, SETTINGS))
 
 
 def test_other_weights_than_the_manifests_are_refused(tied_model: Path, tmp_path: Path) -> None:

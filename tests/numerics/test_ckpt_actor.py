@@ -15,8 +15,9 @@ from ckpt_tools import from_hf, reshard, to_hf
 from ckpt_tools.layout import Layout
 from envclient.base.errors import VenusError
 from envclient.base.processes import last_lines
-from megatron_venus import packing, weight_map
+from megatron_venus import hf_folder, packing, weight_map
 from megatron_venus.checkpoint_index import find_latest, read_checkpoint
+from megatron_venus.config import OptimizerConfig
 from megatron_venus.hf_folder import read_weights
 from tests.conftest import MODEL, TOKEN, EngineHost
 from tests.numerics import ckpt_kit, kit
@@ -120,16 +121,22 @@ def test_checkpoints_of_a_run(untied_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.sglang
-def test_sglang_generates_the_same_greedy_tokens(tmp_path: Path) -> None:
-    """The shipped model, there and back in three shards, in a real engine, against transformers on the original."""
+def test_sglang_generates_the_same_greedy_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped model, started from a converted checkpoint, trained a step and exported in three shards, in a real
+    engine, against transformers on the actor's own weights."""
     from rollout.adapters.sglang_engine import SglangEngine
     from rollout.config import ModelConfig, WorkerConfig
     from rollout.protocol import GenerateRequest
 
+    monkeypatch.setattr(hf_folder, "FILE_BYTES", 600_000)
     from_hf.convert(MODEL, tmp_path / "ckpt", layout=Layout(pipeline=2), quiet=True)
-    to_hf.convert(tmp_path / "ckpt", tmp_path / "back", shard_bytes=600_000, quiet=True)
-    assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) == 3
-    path = str(tmp_path / "back")
+    actor = kit.make_actor(MODEL, OptimizerConfig(lr=1e-4), megatron=tmp_path / "ckpt")
+    train(actor, range(1, 2))
+    kit.save_checkpoint(tmp_path / "run", 1, actor, hf_source=MODEL)
+    found = find_latest(tmp_path / "run")
+    assert found is not None
+    assert len(list(found.hf_dir.glob("model-*-of-00003.safetensors"))) == 3
+    path = str(found.hf_dir)
     log = tmp_path / "engine.log"
     engine = SglangEngine(
         model_path=path,
@@ -169,6 +176,8 @@ def test_sglang_generates_the_same_greedy_tokens(tmp_path: Path) -> None:
         host.call(engine.stop())
         loop.close()
     reference = kit.reference_model(MODEL).eval()
+    missing = reference.load_state_dict(dict(actor.hf_tensors()), strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
     for ids, generation in zip(prompts, generations, strict=True):
         prompt = torch.tensor([ids])
         whole = reference.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=0)

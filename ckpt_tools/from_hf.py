@@ -27,6 +27,9 @@ from megatron_venus.checkpoint_index import Manifest, write_manifest
 from megatron_venus.hf_folder import companions, copy_companions
 from megatron_venus.weight_map import row_runs
 
+_LEAST_GROUP_BYTES = 64_000_000
+"""Less is not worth a thread's turn."""
+
 
 def main() -> int:
     """Entry point; returns the exit code."""
@@ -101,13 +104,14 @@ class _Group:
 
 
 def _groups(checkpoint: HfCheckpoint, layout: Layout) -> list[_Group]:
-    """Consecutive parameters of one stage and expert rank, as many as fill files of about `FILE_BYTES`."""
+    """Consecutive parameters of one stage and expert rank: files of about `FILE_BYTES`, and work for every thread."""
+    fair = max(_LEAST_GROUP_BYTES, checkpoint.nbytes // (4 * dist_writer.THREADS))
     homes: dict[tuple[int, int], list[Place]] = {}
     for place in places(checkpoint.arch):
         homes.setdefault(place.home(layout, checkpoint.arch), []).append(place)
     groups: list[_Group] = []
     for _, together in sorted(homes.items()):
-        filled = most = dist_writer.FILE_BYTES * layout.tensor
+        filled = most = min(dist_writer.FILE_BYTES * layout.tensor, fair)
         for place in together:
             if filled >= most:
                 groups.append(_Group())

@@ -30,6 +30,8 @@ class Leg(Record):
     twice: bool = False
     """Make one more step while that checkpoint is saved, and load it into a new actor of the same layout: it must go on
     alike, to the bit."""
+    megatron: str = ""
+    """What `from_hf` made of `folder`: an actor that starts from it must hold the same, on every rank."""
     failing_rank: int = -1
     """Then this rank fails in another save: all ranks must say so, and no manifest may be written."""
 
@@ -56,6 +58,15 @@ def moments(actor: Any) -> dict[str, torch.Tensor]:
     return state
 
 
+def own_weights(actor: Any) -> dict[str, torch.Tensor]:
+    """This process's parameters, a last stage's copy of a tied embedding too."""
+    return {
+        f"{index}.{name}": param.detach()
+        for index, chunk in enumerate(actor.chunks)
+        for name, param in chunk.named_parameters()
+    }
+
+
 def run(leg: Leg) -> dict[str, torch.Tensor]:
     """The weights after the leg."""
     from megatron_venus import checkpoint
@@ -63,6 +74,9 @@ def run(leg: Leg) -> dict[str, torch.Tensor]:
 
     folder, run_dir = Path(leg.folder), Path(leg.run_dir)
     actor = kit.make_actor(folder, SETTINGS, parallel=leg.parallel)
+    if leg.megatron:
+        other = kit.make_actor(folder, SETTINGS, parallel=leg.parallel, megatron=Path(leg.megatron))
+        assert_equal(own_weights(other), own_weights(actor))
     found = find_latest(run_dir)
     if found is not None:
         checkpoint.load(found, actor)

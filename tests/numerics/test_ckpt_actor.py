@@ -78,12 +78,12 @@ def test_actor_computes_the_same_log_probs(tied_model: Path, tmp_path: Path) -> 
     assert torch.equal(log_probs(), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_actor_starts_from_it(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("qwen3_moe", "float32")])
+def test_actor_starts_from_it(family: str, dtype: str, tmp_path: Path) -> None:
     """From bfloat16 files, in the actor's own type: the same first step, to the bit, as from Hugging Face's files."""
     from megatron_venus import checkpoint
 
-    source = make(tmp_path / "hf", "qwen3", tied=True)
+    source = make(tmp_path / "hf", family, tied=True)
     from_hf.convert(source, tmp_path / "ckpt", layout=Layout(tensor=2), quiet=True)
     actors = [kit.make_actor(source, SETTINGS, dtype=dtype, megatron=start) for start in (None, tmp_path / "ckpt")]
     made = read_checkpoint(tmp_path / "ckpt")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from ckpt_tools import from_hf
+from ckpt_tools.layout import Layout
 from megatron_venus.checkpoint_index import find_all
 from megatron_venus.config import ParallelConfig
 from megatron_venus.hf_folder import read_weights
@@ -16,7 +18,8 @@ from tests.numerics.resume_kit import Leg
 def test_layout_changes_at_every_resume(tmp_path: Path) -> None:
     """Two replicas → tensor with sequence → virtual stages → one process, against one process all the way.
 
-    Every save runs beside a further step; a rank of the second layout then fails in a save.
+    Every layout could also start from a converted checkpoint. Every save runs beside a further step; a rank of the
+    second layout then fails in a save.
     """
     folder = kit.make_model(tmp_path / "model", tied=True, layers=4)
     layouts = [
@@ -26,6 +29,7 @@ def test_layout_changes_at_every_resume(tmp_path: Path) -> None:
         (1, ParallelConfig(), False),
     ]
     run_dir = tmp_path / "run"
+    from_hf.convert(folder, tmp_path / "megatron", layout=Layout(), quiet=True)
     for step, (ranks, parallel, twice) in enumerate(layouts, start=1):
         leg = Leg(
             folder=str(folder),
@@ -33,6 +37,7 @@ def test_layout_changes_at_every_resume(tmp_path: Path) -> None:
             until=step,
             parallel=parallel,
             twice=twice,
+            megatron=str(tmp_path / "megatron"),
             failing_rank=1 if parallel.tensor == 2 else -1,
         )
         if ranks == 1:

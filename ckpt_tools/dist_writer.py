@@ -1,47 +1,52 @@
-"""Writes Megatron's distributed checkpoint (`torch_dist`) a chunk at a time, through torch's own writer.
+"""Writes Megatron's distributed checkpoint (`torch_dist`) a chunk at a time; files may be written by several threads.
 
-Each file's chunks become a plan as if a rank of its own had made it; a tensor exists only while its chunk is written.
+A chunk is a `torch.save` blob at the end of a file; `.metadata` (torch's) says what is where. The blobs carry no
+CRC-32: `manifest.json` has a checksum of every tensor, and the CRC would be a seventh of a conversion's time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_tools.dist_reader import BACKEND, COMMON, CONFIG
 from ckpt_tools.layout import Box
 from ckpt_tools.raw import SmallWrites
-from ckpt_tools.workers import Workers
 from envclient.base.files import write_json_atomic
 
-THREADS = 2
-"""Files written at a time: one waits for the disk while the other reads."""
+THREADS = 3
+"""Files written at a time: one waits for the disk while two read and hash."""
 FILE_BYTES = 1_000_000_000
 """A file is closed after this many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A part of a tensor, made when its turn comes."""
+    """A part of a tensor."""
 
     key: str
     global_shape: tuple[int, ...]
     box: Box
     dtype: torch.dtype
-    make: Callable[[], Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -69,83 +74,98 @@ def into_files(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     return files
 
 
-class _Files(FileSystem):  # type: ignore[misc]
-    """torch's files, written in small calls."""
+class DistFile:
+    """One file of the checkpoint, open for one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        self._stream = io.BufferedWriter(SmallWrites(path))
+        self.chunks: list[Chunk] = []
+        self.results: list[Any] = []
+
+    def add(self, chunk: Chunk, tensor: Tensor) -> None:
+        """Append the chunk, whose content is `tensor`: contiguous, with memory of its own."""
+        start = self._stream.tell()
+        torch.save(tensor, self._stream)
+        self._note(MetadataIndex(chunk.key, torch.Size(chunk.box[0])), start)
+        self.chunks.append(chunk)
+
+    def add_object(self, item: StoredObject) -> None:
+        """Append something that is no tensor."""
+        start = self._stream.tell()
+        self._stream.write(item.data)
+        self._note(MetadataIndex(item.key), start)
+
+    def close(self) -> None:
+        """Its content is durable when this returns."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def abandon(self) -> None:
+        """What was not written yet never will be."""
+        self._stream.raw.close()
+
+    def _note(self, index: Any, start: int) -> None:
+        length = self._stream.tell() - start
+        storage = _StorageInfo(self._name, start, length)
+        self.results.append(WriteResult(index=index, size_in_bytes=length, storage_data=storage))
+
+
+class DistWriter:
+    """A distributed checkpoint in the making, in a folder that exists. Not whole before `finish`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[int, DistFile] = {}
 
     @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
+    def file(self, number: int) -> Iterator[DistFile]:
+        """The file of that number, new; complete and durable when the block ends well."""
+        file = DistFile(self._folder / f"__{number}_0.distcp")
+        try:
+            yield file
+            file.close()
+        except BaseException:
+            file.abandon()
+            raise
+        self._files[number] = file
+
+    def finish(self, *, objects: Sequence[StoredObject] = (), common: bytes | None = None) -> None:
+        """Write the objects and what makes the folder whole.
+
+        `common` is the content of Megatron's file of small values; without it, one of a checkpoint that holds only
+        weights.
+        """
+        if objects:
+            with self.file(max(self._files, default=-1) + 1) as file:
+                for item in objects:
+                    file.add_object(item)
+        written = [file for _, file in sorted(self._files.items())]
+        entries: dict[str, Any] = {item.key: BytesStorageMetadata() for item in objects}
+        for chunk in (chunk for file in written for chunk in file.chunks):
+            entry = entries.setdefault(
+                chunk.key,
+                TensorStorageMetadata(
+                    properties=TensorProperties(dtype=chunk.dtype), size=torch.Size(chunk.global_shape), chunks=[]
+                ),
+            )
+            offsets, sizes = map(torch.Size, chunk.box)
+            entry.chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+        write_json_atomic(self._folder / CONFIG, BACKEND)
+        if common is None:
+            torch.save({"content_metadata": {"singleton_local_shards": False}}, self._folder / COMMON)
         else:
-            with io.BufferedWriter(SmallWrites(path)) as stream:
-                yield stream
+            (self._folder / COMMON).write_bytes(common)
+        FileSystemWriter(self._folder).finish(Metadata(entries), [file.results for file in written])
 
 
-class _Planner(DefaultSavePlanner):  # type: ignore[misc]
-    """Hands torch's writer each piece of data as it asks for it."""
-
-    def __init__(
-        self, sources: dict[tuple[str, tuple[int, ...]], Chunk], objects: dict[str, bytes], workers: Workers
-    ) -> None:
-        super().__init__()
-        self._sources, self._objects, self._workers = sources, objects, workers
-
-    def resolve_data(self, write_item: Any) -> Any:
-        self._workers.check()
-        index = write_item.index
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._objects[index.fqn])
-        return self._sources[index.fqn, tuple(index.offset)].make()
-
-
-def write(
-    folder: Path, files: Sequence[Sequence[Chunk]], *, objects: Sequence[StoredObject] = (), common: bytes | None = None
-) -> None:
-    """Make `folder` (which exists) a whole distributed checkpoint of the chunks and objects.
-
-    `common` is the content of Megatron's file of small values; without it, one of a checkpoint that holds only weights.
-    """
-    plans = [SavePlan([_item(chunk) for chunk in chunks]) for chunks in files]
-    if objects:
-        plans.append(SavePlan([_object_item(item) for item in objects]))
-    plans, metadata = create_default_global_save_plan(plans)
-    writer = FileSystemWriter(folder, sync_files=True)
-    writer.fs = _Files()
-    plans = writer.prepare_global_plan(plans)
-    workers = Workers(THREADS)
-    planner = _Planner(
-        {(chunk.key, chunk.box[0]): chunk for chunks in files for chunk in chunks},
-        {item.key: item.data for item in objects},
-        workers,
-    )
-
-    def write_file(plan: Any) -> Any:
-        return writer.write_data(plan, planner).value()
-
-    results = workers.run([functools.partial(write_file, plan) for plan in plans])
-    write_json_atomic(folder / CONFIG, BACKEND)
-    if common is None:
-        torch.save({"content_metadata": {"singleton_local_shards": False}}, folder / COMMON)
-    else:
-        (folder / COMMON).write_bytes(common)
-    writer.finish(metadata, results)
-
-
-def _item(chunk: Chunk) -> Any:
-    offsets, sizes = map(torch.Size, chunk.box)
-    return WriteItem(
-        index=MetadataIndex(chunk.key, offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-            properties=TensorProperties(dtype=chunk.dtype),
-            size=torch.Size(chunk.global_shape),
-        ),
-    )
-
-
-def _object_item(item: StoredObject) -> Any:
-    return WriteItem(
-        index=MetadataIndex(item.key), type=WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(nbytes=len(item.data))
-    )
+@contextlib.contextmanager
+def no_crc() -> Iterator[None]:
+    """Within, `torch.save` computes no CRC-32."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

@@ -6,22 +6,29 @@ manifest.json (checksum of every tensor). Values and type stay as they are, bit 
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ckpt_tools import command
-from ckpt_tools.dist_writer import Chunk, into_files, write
-from ckpt_tools.hf_checkpoint import BLOCK_BYTES, HfCheckpoint
-from ckpt_tools.layout import Box, Layout, Place, by_rows, places
+from ckpt_tools import command, dist_writer
+from ckpt_tools.dist_writer import Chunk, DistFile
+from ckpt_tools.hf_checkpoint import BLOCK_BYTES, Block, HfCheckpoint
+from ckpt_tools.layout import Box, Layout, Place, places
 from ckpt_tools.output import check_target, complete_or_absent, file_sizes, gigabytes
 from ckpt_tools.rows import Checksums
 from ckpt_tools.workers import Workers
 from megatron_venus.checkpoint_index import Manifest, write_manifest
-from megatron_venus.hf_folder import companions
+from megatron_venus.hf_folder import companions, copy_companions
 from megatron_venus.weight_map import row_runs
+
+_LEAST_GROUP_BYTES = 64_000_000
+"""Less is not worth a thread's turn."""
 
 
 def main() -> int:
@@ -67,79 +74,109 @@ def convert(
     """
     checkpoint = HfCheckpoint.open(source, any_dtype=any_dtype)
     layout.check(checkpoint.arch)
-    progress = command.Progress(checkpoint.nbytes, "written", quiet=quiet)
-    workers = Workers(2)
-    files = _files(checkpoint, layout, progress, workers)
+    groups = _groups(checkpoint, layout)
     beside = companions(source)
     check_target(out, checkpoint.nbytes + sum(path.stat().st_size for path in beside))
     name = str(checkpoint.dtype).removeprefix("torch.")
     print(
         f"{source}: {checkpoint.arch.family}, {len(checkpoint.tensors)} tensors, {gigabytes(checkpoint.nbytes)} {name}"
-        f" -> {out}: {sum(map(len, files))} chunks in {len(files)} files, cut for TP {layout.tensor}"
+        f" -> {out}: {sum(len(group.files) for group in groups)} files, cut for TP {layout.tensor}"
         f" PP {layout.pipeline} EP {layout.expert}" + (" (dry run: nothing written)" if dry_run else "")
     )
     if dry_run:
         return
+    progress = command.Progress(checkpoint.nbytes, "written", quiet=quiet)
     with complete_or_absent(out) as folder:
         (folder / "megatron").mkdir()
-        (folder / "hf").mkdir()
-        for path in beside:
-            shutil.copy2(path, folder / "hf" / path.name)
-        _, checksums = workers.run([lambda: write(folder / "megatron", files), lambda: _checksums(checkpoint, workers)])
-        write_manifest(folder, Manifest(step=0, weights=checksums or {}, files=file_sizes(folder)))
+        copy_companions(source, folder / "hf")
+        checksums = _write(folder / "megatron", checkpoint, groups, layout, progress)
+        write_manifest(folder, Manifest(step=0, weights=checksums, files=file_sizes(folder)))
     progress.end()
 
 
-def _checksums(checkpoint: HfCheckpoint, workers: Workers) -> dict[str, str]:
-    # Reads again what the writers read: from the page cache, as they go through the files in about the same order.
-    checksums = Checksums()
-    for unit in checkpoint.units():
-        for block in checkpoint.blocks(unit):
-            workers.check()
-            checksums.add(block)
+@dataclass(kw_only=True)
+class _Group:
+    """Parameters that one thread converts."""
+
+    places: list[Place] = field(default_factory=list)
+    files: dict[int, int] = field(default_factory=dict)
+    """Tensor-parallel rank → number of the file with its parts."""
+
+
+def _groups(checkpoint: HfCheckpoint, layout: Layout) -> list[_Group]:
+    """Consecutive parameters of one stage and expert rank: files of about `FILE_BYTES`, and work for every thread."""
+    fair = max(_LEAST_GROUP_BYTES, checkpoint.nbytes // (4 * dist_writer.THREADS))
+    homes: dict[tuple[int, int], list[Place]] = {}
+    for place in places(checkpoint.arch):
+        homes.setdefault(place.home(layout, checkpoint.arch), []).append(place)
+    groups: list[_Group] = []
+    for _, together in sorted(homes.items()):
+        filled = most = min(dist_writer.FILE_BYTES * layout.tensor, fair)
+        for place in together:
+            if filled >= most:
+                groups.append(_Group())
+                filled = 0
+            groups[-1].places.append(place)
+            filled += math.prod(place.shape) * checkpoint.dtype.itemsize
+    number = 0
+    for group in groups:
+        for rank in sorted({rank for place in group.places for rank, _ in place.cuts(layout)}):
+            group.files[rank] = number
+            number += 1
+    return groups
+
+
+def _write(
+    folder: Path, checkpoint: HfCheckpoint, groups: Sequence[_Group], layout: Layout, progress: command.Progress
+) -> dict[str, str]:
+    """Write every group; the checksum of every Hugging Face tensor.
+
+    Each tensor belongs to one parameter, whose rows one thread reads in ascending order: they are hashed on the way.
+    """
+    writer, workers, checksums = dist_writer.DistWriter(folder), Workers(dist_writer.THREADS), Checksums()
+
+    def convert_group(group: _Group) -> None:
+        with contextlib.ExitStack() as stack:
+            files = {rank: stack.enter_context(writer.file(number)) for rank, number in group.files.items()}
+            for place in group.places:
+                row_bytes = max(1, math.prod(place.shape[1:]) * checkpoint.dtype.itemsize)
+                for start, count, parts in place.blocks(layout, max(1, BLOCK_BYTES // row_bytes)):
+                    workers.check()
+                    rows = _read(checkpoint, place, start, count, checksums)
+                    for rank, box in parts:
+                        _add(files[rank], place, box, rows)
+                    progress.add(rows.nbytes, place.name)
+
+    with dist_writer.no_crc():
+        workers.run([functools.partial(convert_group, group) for group in groups])
+        writer.finish()
     return checksums.result()
 
 
-def _files(checkpoint: HfCheckpoint, layout: Layout, progress: command.Progress, workers: Workers) -> list[list[Chunk]]:
-    ranks: dict[tuple[int, int, int], list[Chunk]] = {}
-    for place in places(checkpoint.arch):
-        stage, expert_rank = place.home(layout, checkpoint.arch)
-        row_bytes = max(1, torch.Size(place.shape[1:]).numel() * checkpoint.dtype.itemsize)
-        for rank, part in place.cuts(layout):
-            for box in by_rows(part, max(1, BLOCK_BYTES // row_bytes)):
-                for key in place.keys:
-                    chunk = _chunk(checkpoint, place, key, box, progress, workers)
-                    ranks.setdefault((stage, rank, expert_rank), []).append(chunk)
-    return [file for _, chunks in sorted(ranks.items()) for file in into_files(chunks)]
-
-
-def _chunk(
-    checkpoint: HfCheckpoint, place: Place, key: str, box: Box, progress: command.Progress, workers: Workers
-) -> Chunk:
-    boxed = place.boxed(box)
-
-    def make() -> Tensor:
-        workers.check()
-        tensor = _gather(checkpoint, place, box)
-        progress.add(tensor.nbytes, place.name)
-        return tensor.reshape(boxed[1])
-
-    return Chunk(key=key, global_shape=place.global_shape, box=boxed, dtype=checkpoint.dtype, make=make)
-
-
-def _gather(checkpoint: HfCheckpoint, place: Place, box: Box) -> Tensor:
-    """The box of the parameter, from the Hugging Face rows that it holds."""
-    offsets, sizes = box
-    rows = torch.empty((sizes[0], *place.shape[1:]), dtype=checkpoint.dtype)
-    begin, end, at = offsets[0], offsets[0] + sizes[0], 0
+def _read(checkpoint: HfCheckpoint, place: Place, start: int, count: int, checksums: Checksums) -> Tensor:
+    """Rows [start, start + count) of the parameter, from the Hugging Face rows that it holds."""
+    rows = torch.empty((count, *place.shape[1:]), dtype=checkpoint.dtype)
+    end, at = start + count, 0
     for run in row_runs(place.name, checkpoint.arch):
-        first, last = max(begin, at), min(end, at + run.rows)
+        first, last = max(start, at), min(end, at + run.rows)
         if first < last:
-            checkpoint.read_rows(run.tensor, run.start + first - at, rows[first - begin : last - begin])
+            begin, piece = run.start + first - at, rows[first - start : last - start]
+            checkpoint.read_rows(run.tensor, begin, piece)
+            checksums.add(Block(tensor=run.tensor, start=begin, rows=piece))
         at += run.rows
+    return rows
+
+
+def _add(file: DistFile, place: Place, box: Box, rows: Tensor) -> None:
+    """Add the box of the parameter; `rows` are all columns of its rows."""
+    offsets, sizes = box
+    part = rows
     for axis in range(1, len(sizes)):
-        rows = rows.narrow(axis, offsets[axis], sizes[axis])
-    return rows.contiguous()
+        part = part.narrow(axis, offsets[axis], sizes[axis])
+    boxed = place.boxed(box)
+    part = part.contiguous().reshape(boxed[1])
+    for key in place.keys:
+        file.add(Chunk(key=key, global_shape=place.global_shape, box=boxed, dtype=rows.dtype), part)
 
 
 if __name__ == "__main__":

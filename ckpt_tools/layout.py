@@ -107,6 +107,15 @@ class Place:
             offsets = (*origin[:axis], part * size, *origin[axis + 1 :])
             yield part % ranks, (offsets, (*self.shape[:axis], size, *self.shape[axis + 1 :]))
 
+    def blocks(self, layout: Layout, most_rows: int) -> Iterator[tuple[int, int, list[tuple[int, Box]]]]:
+        """(first row, rows, [(tensor-parallel rank, its part of these rows)]): all rows once, ascending."""
+        parts = list(self.cuts(layout))
+        for start, rows in dict.fromkeys((offsets[0], sizes[0]) for _, (offsets, sizes) in parts):
+            here = [(rank, box) for rank, box in parts if box[0][0] == start]
+            for (first, *_), (count, *_) in by_rows(((start,), (rows,)), most_rows):
+                cut = [(rank, ((first, *o[1:]), (count, *s[1:]))) for rank, (o, s) in here]
+                yield first, count, cut
+
     def home(self, layout: Layout, arch: Architecture) -> tuple[int, int]:
         """(pipeline stage, expert rank) that holds it."""
         if self.lead:

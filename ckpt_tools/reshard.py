@@ -7,22 +7,22 @@ stay as they are, bit for bit.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from ckpt_tools import command
-from ckpt_tools.dist_reader import COMMON
-from ckpt_tools.dist_writer import Chunk, StoredObject, into_files, write
+from ckpt_tools import command, dist_writer
+from ckpt_tools.dist_reader import COMMON, DistCheckpoint
+from ckpt_tools.dist_writer import Chunk, StoredObject, into_files
 from ckpt_tools.hf_checkpoint import BLOCK_BYTES
 from ckpt_tools.layout import Box, Layout, by_rows
 from ckpt_tools.megatron_checkpoint import MegatronCheckpoint
 from ckpt_tools.output import check_target, complete_or_absent, file_sizes, gigabytes
 from ckpt_tools.source import find
+from ckpt_tools.workers import Workers
 from envclient.base.errors import ConfigError
 from megatron_venus.checkpoint_index import Manifest, write_manifest
 
@@ -68,7 +68,7 @@ def rewrite(
     dist = weights.dist
     total = sum(math.prod(dist.shape(key)) * dist.dtype(key).itemsize for key in dist.tensors)
     progress = command.Progress(total, "written", quiet=quiet)
-    files = _files(weights, layout, progress)
+    files = _files(weights, layout)
     objects = [StoredObject(key=key, data=dist.read_object(key)) for key in dist.objects]
     beside = sum(path.stat().st_size for path in found.hf_dir.rglob("*") if path.is_file())
     check_target(out, total + beside + sum(len(item.data) for item in objects))
@@ -82,14 +82,37 @@ def rewrite(
     with complete_or_absent(out) as folder:
         shutil.copytree(found.hf_dir, folder / "hf")
         (folder / "megatron").mkdir()
-        write(folder / "megatron", files, objects=objects, common=(dist.folder / COMMON).read_bytes())
+        _write(folder / "megatron", weights.dist, files, objects, progress)
         if found.manifest:
             manifest = Manifest(step=found.manifest.step, weights=found.manifest.weights, files=file_sizes(folder))
             write_manifest(folder, manifest)
     progress.end()
 
 
-def _files(weights: MegatronCheckpoint, layout: Layout, progress: command.Progress) -> list[list[Chunk]]:
+def _write(
+    folder: Path,
+    dist: DistCheckpoint,
+    files: Sequence[Sequence[Chunk]],
+    objects: Sequence[StoredObject],
+    progress: command.Progress,
+) -> None:
+    writer, workers = dist_writer.DistWriter(folder), Workers(dist_writer.THREADS)
+
+    def write_file(number: int, chunks: Sequence[Chunk]) -> None:
+        with writer.file(number) as file:
+            for chunk in chunks:
+                workers.check()
+                part = dist.read(chunk.key, chunk.box)
+                # What was read may be a larger chunk's part; a blob holds all of its tensor's memory.
+                file.add(chunk, part if part.untyped_storage().nbytes() == part.nbytes else part.clone())
+                progress.add(part.nbytes, chunk.key)
+
+    with dist_writer.no_crc():
+        workers.run([functools.partial(write_file, number, chunks) for number, chunks in enumerate(files)])
+        writer.finish(objects=objects, common=(dist.folder / COMMON).read_bytes())
+
+
+def _files(weights: MegatronCheckpoint, layout: Layout) -> list[list[Chunk]]:
     """Chunks of every tensor, by rank; what is no weight and not shaped like one keeps its cut."""
     parts: dict[str, list[tuple[Rank, Box]]] = {}
     for place in weights.places.values():
@@ -107,7 +130,9 @@ def _files(weights: MegatronCheckpoint, layout: Layout, progress: command.Progre
             boxes = [((0, 0, 0), box) for box in weights.dist.chunks(key)]
         for owner, part in boxes:
             chunks = ranks.setdefault(owner, [])
-            chunks.extend(_chunk(weights, key, box, progress) for box in _blocks(weights, key, part))
+            shape, dtype = weights.dist.shape(key), weights.dist.dtype(key)
+            boxes_of_part = _blocks(weights, key, part)
+            chunks.extend(Chunk(key=key, global_shape=shape, box=box, dtype=dtype) for box in boxes_of_part)
     return [file for _, chunks in sorted(ranks.items()) for file in into_files(chunks)]
 
 
@@ -119,16 +144,6 @@ def _blocks(weights: MegatronCheckpoint, key: str, box: Box) -> list[Box]:
     inner = (offsets[axis:], sizes[axis:])
     pieces = by_rows(inner, max(1, BLOCK_BYTES // row_bytes)) if sizes else [inner]
     return [(offsets[:axis] + start, sizes[:axis] + size) for start, size in pieces]
-
-
-def _chunk(weights: MegatronCheckpoint, key: str, box: Box, progress: command.Progress) -> Chunk:
-    def make() -> Tensor:
-        tensor = weights.dist.read(key, box)
-        progress.add(tensor.nbytes, key)
-        return tensor
-
-    dtype: torch.dtype = weights.dist.dtype(key)
-    return Chunk(key=key, global_shape=weights.dist.shape(key), box=box, dtype=dtype, make=make)
 
 
 if __name__ == "__main__":

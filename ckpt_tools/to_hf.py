@@ -6,25 +6,25 @@ are, bit for bit; each tensor's checksum is compared with the checkpoint's manif
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from ckpt_tools import command
-from ckpt_tools.hf_checkpoint import INDEX, SINGLE, Block, stated_dtype
+from ckpt_tools.hf_checkpoint import Block
 from ckpt_tools.megatron_checkpoint import MegatronCheckpoint
 from ckpt_tools.output import check_target, complete_or_absent, gigabytes
 from ckpt_tools.raw import write_from
 from ckpt_tools.rows import Checksums, each_block
-from ckpt_tools.safetensors_file import StoredTensor, create
+from ckpt_tools.safetensors_file import create
 from ckpt_tools.source import find
 from envclient.base.errors import ConfigError
 from envclient.base.files import write_json_atomic
-from megatron_venus.hf_folder import companions
+from megatron_venus.hf_folder import FILE_BYTES, companions, index_of, into_files, state_dtype
+from megatron_venus.safetensors_header import INDEX, StoredTensor
 from megatron_venus.weight_map import hf_shapes
 
 
@@ -55,7 +55,7 @@ def convert(
     out: Path,
     *,
     hf_dir: Path | None = None,
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int = FILE_BYTES,
     dry_run: bool = False,
     quiet: bool = False,
 ) -> None:
@@ -83,8 +83,7 @@ def convert(
     with complete_or_absent(out) as folder:
         for path in beside:
             shutil.copy2(path, folder / path.name)
-        if stated_dtype(found.hf_dir) not in (None, name):
-            _state_dtype(folder / "config.json", name)
+        state_dtype(folder / "config.json", weights.dtype)
         checksums = _write(folder, weights, shards, command.Progress(weights.nbytes, "written", quiet=quiet))
         for tensor, checksum in checksums.items():
             if found.manifest and found.manifest.weights.get(tensor) != checksum:
@@ -95,18 +94,13 @@ def convert(
 
 def _shards(weights: MegatronCheckpoint, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
     """File name → its tensors with their shapes, in the model's order."""
-    groups: list[dict[str, tuple[int, ...]]] = [{}]
-    filled = 0
-    for name, shape in hf_shapes(weights.arch).items():
-        nbytes = torch.Size(shape).numel() * weights.dtype.itemsize
-        if groups[-1] and filled + nbytes > shard_bytes:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = shape
-        filled += nbytes
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+    shapes = hf_shapes(weights.arch)
+    files = into_files(_sizes(shapes, weights), shard_bytes)
+    return {file: {name: shapes[name] for name in names} for file, names in files.items()}
+
+
+def _sizes(shapes: Mapping[str, tuple[int, ...]], weights: MegatronCheckpoint) -> dict[str, int]:
+    return {name: math.prod(shape) * weights.dtype.itemsize for name, shape in shapes.items()}
 
 
 def _write(
@@ -119,11 +113,8 @@ def _write(
     for file, shapes in shards.items():
         stored |= create(folder / file, shapes, weights.dtype)
     if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": weights.nbytes},
-            "weight_map": {name: file for file, shapes in shards.items() for name in shapes},
-        }
-        write_json_atomic(folder / INDEX, index)
+        sizes = _sizes(hf_shapes(weights.arch), weights)
+        write_json_atomic(folder / INDEX, index_of({file: list(names) for file, names in shards.items()}, sizes))
     opened = {file: os.open(folder / file, os.O_WRONLY) for file in shards}
     checksums = Checksums()
     # The kernel lets one writer at a time into a file, and the other would spin, not sleep.
@@ -147,15 +138,6 @@ def _write(
     assert all(written[name] == tensor.nbytes for name, tensor in stored.items()), "every row is written once"
     progress.end()
     return checksums.result()
-
-
-def _state_dtype(config: Path, name: str) -> None:
-    """Make config.json state the type that the weights have (a run may train in another one than it started from)."""
-    values = json.loads(config.read_text())
-    for key in ("dtype", "torch_dtype"):
-        if key in values:
-            values[key] = name
-    write_json_atomic(config, values)
 
 
 if __name__ == "__main__":

@@ -1,43 +1,35 @@
-"""Complete checkpoints: Megatron's distributed one, an export that engines load, and a manifest written last.
+"""What a checkpoint holds, as Megatron's distributed state of this process, and how it comes back.
 
-Every rank calls `save` and `load`; the layout and what counts as complete are in `checkpoint_index`. The optimizer is
+`checkpoint_saver` writes it while training goes on; what counts as complete is in `checkpoint_index`. The optimizer is
 stored `fully_reshardable`, so another number of replicas can resume; at the same number the resume is exact to the bit.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import queue
-import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint import FileSystemReader
 
-from envclient.base.errors import VenusError
-from envclient.base.files import fsync_dir
+from envclient.base.errors import ConfigError, VenusError
 from megatron_venus.adapters.megatron import Actor
-from megatron_venus.checkpoint_index import Checkpoint, Manifest, checkpoint_dir, find_all, write_manifest
-from megatron_venus.hf_folder import write_weights
+from megatron_venus.checkpoint_index import Checkpoint
 from megatron_venus.weight_map import checksum
-from rollout.rope import Rope
 
-log = logging.getLogger("venus.checkpoint")
-_CONTENT = {
+CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
 
 
-def _state(actor: Actor, *, loading: bool) -> dict[str, Any]:
-    metadata = _CONTENT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+def sharded_state(actor: Actor, *, loading: bool) -> dict[str, Any]:
+    """Weights and optimizer of this process, each with its place in the whole. Every process calls it."""
+    if not loading:
+        _begin_moments(actor)
+    metadata = _metadata()
     models = {
         _model_key(index, actor): chunk.sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(actor.chunks)
@@ -45,96 +37,84 @@ def _state(actor: Actor, *, loading: bool) -> dict[str, Any]:
     return models | {"optimizer": actor.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)}
 
 
+def _begin_moments(actor: Actor) -> None:
+    """Adam's state as it is before its first step, where every step so far was skipped: Megatron stores what is there,
+    and would miss it."""
+    for part in actor.optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer, part.config)
+        for group in part.optimizer.param_groups:
+            group.setdefault("step", 0)
+
+
 def _model_key(index: int, actor: Actor) -> str:
     return "model" if len(actor.chunks) == 1 else f"model{index}"
 
 
-def _random_states() -> dict[str, Any]:
-    return {
-        "torch": torch.get_rng_state(),
-        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def save(run_dir: Path, step: int, actor: Actor, nonfinite_steps: int, *, hf_source: Path, keep: int) -> None:
-    """Write the checkpoint of `step`; when it is complete, remove all but the newest `keep` and every broken folder.
-
-    `hf_source` is the folder whose config and tokenizer go with the exported weights.
-    """
-    folder = checkpoint_dir(run_dir, step)
-    leader = dist.get_rank() == 0
-    if leader:
-        # A broken folder of the same step: a kill while saving, then a resume from before it.
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / "megatron").mkdir(parents=True)
-    dist.barrier()
-    # Megatron would start a manager process for results of this very process: seconds, and an orphan after a kill.
-    filesystem_async._results_queue = queue.Queue()
-    extra = {"step": step, "nonfinite_steps": nonfinite_steps, "random": _random_states()}
-    dist_checkpointing.save(
-        _state(actor, loading=False) | extra,
-        str(folder / "megatron"),
-        # One writer a rank: Megatron forks its writers.
-        TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-        content_metadata=_CONTENT,
-    )
-    weights: dict[str, torch.Tensor] = {}
-    if actor.layout.replica == 0:
-        for name, tensor in actor.hf_tensors():
-            if leader:
-                weights[name] = tensor
-    if leader:
-        write_weights(folder / "hf", weights, hf_source)
-        _keep_rope(folder / "hf" / "config.json", actor.rope)
-        _complete(folder, step, {name: checksum(tensor) for name, tensor in weights.items()})
-        _retain(run_dir, keep)
-    dist.barrier()
-
-
-def _keep_rope(path: Path, rope: Rope) -> None:
-    """Positions stretched by the run's config belong to the exported model."""
-    config = json.loads(path.read_text())
-    if changed := rope.config_fields(config):
-        path.write_text(json.dumps(config | changed, indent=2) + "\n")
-
-
-def _complete(folder: Path, step: int, weights: dict[str, str]) -> None:
-    """Make everything in `folder` durable, then write the manifest."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    for inner in (folder / "megatron", folder / "hf", folder, folder.parent):
-        fsync_dir(inner)
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-    write_manifest(folder, Manifest(step=step, weights=weights, files=sizes))
-
-
-def _retain(run_dir: Path, keep: int) -> None:
-    kept = {checkpoint.path for checkpoint in find_all(run_dir)[-max(1, keep) :]}
-    for folder in (run_dir / "checkpoints").glob("step_*"):
-        if folder not in kept:
-            log.info("removing %s", folder.name)
-            shutil.rmtree(folder, ignore_errors=True)
+def small_state(step: int, nonfinite_steps: int) -> dict[str, Any]:
+    """What is no tensor of the model, as it is now: stored once, by rank 0."""
+    random = {"torch": torch.get_rng_state(), "megatron": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    return {"step": step, "nonfinite_steps": nonfinite_steps, "random": random}
 
 
 def load(checkpoint: Checkpoint, actor: Actor) -> int:
-    """Restore weights, optimizer and random states; returns the number of steps skipped so far.
+    """Restore weights, optimizer and random states; returns the number of steps skipped so far. Every process calls it.
 
     Raises:
+        ConfigError: its weights have another type than the actor's.
         VenusError: the restored weights are not those of the manifest.
     """
-    state = dist_checkpointing.load(_state(actor, loading=True), str(checkpoint.megatron_dir))
+    dtype = _stored_dtype(checkpoint)
+    if dtype != actor.dtype:
+        names = [str(each).removeprefix("torch.") for each in (actor.dtype, dtype)]
+        raise ConfigError(
+            f"model.dtype={names[0]!r}, but checkpoint {checkpoint.path.name} holds {names[1]}",
+            "resume with the type that the run began with",
+        )
+    state = dist_checkpointing.load(sharded_state(actor, loading=True), str(checkpoint.megatron_dir))
     for index, chunk in enumerate(actor.chunks):
         chunk.load_state_dict(state[_model_key(index, actor)])
     with torch.no_grad():
         actor.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"]["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["random"]["megatron"])
-    for name, tensor in actor.hf_tensors():
-        if checksum(tensor) != checkpoint.manifest.weights.get(name):
-            raise VenusError(
-                f"checkpoint {checkpoint.path.name}: tensor {name!r} is not the one in its manifest",
-                "remove that folder to resume from the checkpoint before it",
-            )
+    check_weights(checkpoint, actor, "remove that folder to resume from the checkpoint before it")
     return int(state["nonfinite_steps"])
+
+
+def load_weights(checkpoint: Checkpoint, actor: Actor) -> None:
+    """Fill the model, which has no optimizer yet, from a checkpoint of any type and cut. Every process calls it."""
+    metadata = _metadata()
+    wanted: dict[str, Any] = {}
+    for index, chunk in enumerate(actor.chunks):
+        # Transformer Engine's fp8 state is an object, empty here, and no part of a checkpoint of weights.
+        state = chunk.sharded_state_dict(metadata=metadata).items()
+        wanted[_model_key(index, actor)] = {n: value for n, value in state if not isinstance(value, ShardedObject)}
+    loaded = dist_checkpointing.load(wanted, str(checkpoint.megatron_dir))
+    for index, chunk in enumerate(actor.chunks):
+        chunk.load_state_dict(loaded[_model_key(index, actor)], strict=False)
+
+
+def check_weights(checkpoint: Checkpoint, actor: Actor, remedy: str) -> None:
+    """Every process calls it.
+
+    Raises:
+        VenusError: the actor's weights are not those of the manifest.
+    """
+    dtype = _stored_dtype(checkpoint)
+    if torch.promote_types(dtype, actor.dtype) != actor.dtype:
+        return  # the actor's type is a narrower one: what was stored cannot be had back
+    for name, tensor in actor.hf_tensors():
+        if checksum(tensor.to(dtype)) != checkpoint.manifest.weights.get(name):
+            raise VenusError(
+                f"checkpoint {checkpoint.path.name}: tensor {name!r} is not the one in its manifest", remedy
+            )
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    stored = FileSystemReader(checkpoint.megatron_dir).read_metadata().state_dict_metadata
+    dtype: torch.dtype = stored["decoder.final_layernorm.weight"].properties.dtype
+    return dtype
+
+
+def _metadata() -> dict[str, Any]:
+    return CONTENT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}

@@ -1,15 +1,18 @@
 """Which checkpoints a run has. No torch here: the launcher reads it before anything heavy starts.
 
-A checkpoint is the folder `checkpoints/step_000010/` with `megatron/` (distributed checkpoint), `hf/` (the same weights
-for engines) and `manifest.json`, written last and fsynced: a folder without a whole manifest is not a checkpoint.
+A checkpoint is the folder `checkpoints/step_000010/` with `megatron/` (distributed checkpoint), `hf/` (config and
+tokenizer, and where the run exports the same weights for engines) and `manifest.json`, written last and fsynced: a
+folder without a whole manifest is not a checkpoint.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
 
+from envclient.base.errors import ConfigError
 from envclient.base.files import write_atomic
 
 MANIFEST = "manifest.json"
@@ -39,8 +42,13 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hf_dir(self) -> Path:
-        """Folder that an engine can load."""
+        """Folder with config and tokenizer; `exported`: one that an engine can load."""
         return self.path / "hf"
+
+    @property
+    def exported(self) -> bool:
+        """Whether `hf_dir` holds the weights too."""
+        return any(name.startswith("hf/") and name.endswith(".safetensors") for name in self.manifest.files)
 
     @property
     def megatron_dir(self) -> Path:
@@ -58,14 +66,38 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     write_atomic(path / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
+def open_checkpoint(path: Path, option: str) -> Checkpoint:
+    """The checkpoint in folder `path`, which the user named by `option`.
+
+    Raises:
+        ConfigError: not complete; names the file that is missing, truncated or no manifest.
+    """
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(f"{option}={str(path)!r} is not a complete checkpoint: {what}", "name one that is whole")
+
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except OSError:
+        raise refuse(f"it has no {MANIFEST}") from None
+    except msgspec.DecodeError as error:
+        raise refuse(f"its {MANIFEST} cannot be read: {error}") from None
+    for name, size in manifest.files.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError:
+            raise refuse(f"{name} is missing") from None
+        if found != size:
+            raise refuse(f"{name} has {found} of {size} bytes")
+    return Checkpoint(path=path, manifest=manifest)
+
+
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in folder `path`, or None when it is not complete."""
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-        whole = all((path / name).stat().st_size == size for name, size in manifest.files.items())
-    except (OSError, msgspec.DecodeError):
+        return open_checkpoint(path, "folder")
+    except ConfigError:
         return None
-    return Checkpoint(path=path, manifest=manifest) if whole else None
 
 
 def find_all(run_dir: Path) -> list[Checkpoint]:
@@ -78,3 +110,18 @@ def find_latest(run_dir: Path) -> Checkpoint | None:
     """The newest complete checkpoint of a run, or None."""
     found = find_all(run_dir)
     return found[-1] if found else None
+
+
+def latest_of(run_dir: Path) -> Checkpoint:
+    """The newest complete checkpoint of a run that has one."""
+    found = find_latest(run_dir)
+    assert found is not None
+    return found
+
+
+def remove_unfinished(run_dir: Path) -> list[str]:
+    """Remove what saves that a kill interrupted left behind; the folders' names. Not while a save is in flight."""
+    folders = [path for path in (run_dir / "checkpoints").glob("step_*") if not (path / MANIFEST).exists()]
+    for folder in folders:
+        shutil.rmtree(folder)
+    return sorted(folder.name for folder in folders)

@@ -126,6 +126,21 @@ class ParallelConfig:
 
 
 @dataclass(kw_only=True)
+class CheckpointConfig:
+    """What the actor leaves on disk every `run.checkpoint_every` steps, and at the end."""
+
+    keep: int = 2
+    """Complete checkpoints kept; older ones are removed after a newer one is complete."""
+    background: bool = True
+    """Training goes on while files are written; costs a copy of weights and optimizer in host memory meanwhile."""
+    export: bool = True
+    """Also write the weights in Hugging Face's format, which engines load at a resume. False: a resume makes them
+    first, from the distributed checkpoint."""
+    timeout_s: float = 1800.0
+    """Seconds that a process may take longer than the others over its part of a save."""
+
+
+@dataclass(kw_only=True)
 class ActorConfig:
     """The Megatron-core actor."""
 
@@ -137,8 +152,7 @@ class ActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    keep_checkpoints: int = 2
-    """Complete checkpoints kept; older ones are removed after a newer one is complete."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     skip_zero_advantage: bool = True
     """Leave out the forward pass of sequences whose gradient is exactly zero (their tokens still count)."""
     poll_s: float = 20.0

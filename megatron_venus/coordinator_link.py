@@ -56,14 +56,16 @@ class CoordinatorLink:
     def close(self) -> None:
         self._client.close()
 
-    def next_group(self, step: int) -> TrainGroup | BatchClosed:
-        """Wait for the next group of `step`, or for the news that its batch is complete."""
+    def next_group(self, step: int, check: Callable[[], None] = lambda: None) -> TrainGroup | BatchClosed:
+        """Wait for the next group of `step`, or for the news that its batch is complete; `check` ends the wait early by
+        an error, at the latest after `poll_s`."""
         request = NextGroupRequest(step=step, replica=self._replica, wait_s=self._poll_s)
         while True:
             answer = self._call("next_group", request, NextGroup, self._poll_s + ANSWER_MARGIN_S)
             if not isinstance(answer, NoGroupYet):
                 assert isinstance(answer, (TrainGroup, BatchClosed))
                 return answer
+            check()
 
     def acknowledge(self, group: TrainGroup, tokens: int) -> None:
         """The group's gradient is added."""

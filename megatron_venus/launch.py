@@ -29,8 +29,9 @@ from envclient.base.files import read_json, read_jsonl, write_atomic
 from envclient.base.ports import listen, port_of
 from envclient.base.wire import Client
 from megatron_venus import algorithms
-from megatron_venus.checkpoint_index import find_latest
+from megatron_venus.checkpoint_index import find_latest, latest_of
 from megatron_venus.config import VenusConfig
+from megatron_venus.model_files import check_resumes
 from megatron_venus.plots import plot_reward
 from megatron_venus.preflight import check_all
 from megatron_venus.screen import Screen, eval_line, progress_text, step_line
@@ -176,11 +177,9 @@ class Launcher:
         hub_url = f"http://{config.rollout.coordinator.host}:{port_of(hub_socket)}"
         python = [sys.executable, "-m"]
         model, version = config.model.path, max(0, self.resume_step)
-        if version > 0:
-            latest = find_latest(here)
-            assert latest is not None
-            model = str(latest.hf_dir)
         async with Supervisor(here) as supervisor:
+            if version > 0:
+                model = str(await self._resumed_model(supervisor))
             if env_socket is not None:
                 fd = env_socket.fileno()
                 argv = [*python, "envclient.controller", "--run-dir", str(here), "--fd", str(fd)]
@@ -223,6 +222,20 @@ class Launcher:
                     watch.cancel()
                     exit_wait.cancel()
         self._show_files()
+
+    async def _resumed_model(self, supervisor: Supervisor) -> Path:
+        """Folder that engines load at a resume: the checkpoint's export, made now where the run writes none."""
+        latest = latest_of(self.run_dir)
+        if latest.exported:
+            return latest.hf_dir
+        out = self.run_dir / "engine_model"
+        shutil.rmtree(out, ignore_errors=True)
+        argv = [sys.executable, "-m", "ckpt_tools.to_hf", str(latest.path), str(out), "--quiet"]
+        child = await supervisor.start("to_hf", argv)
+        if await child.process.wait() != 0:
+            raise supervisor.died(child)
+        supervisor.forget(child)
+        return out
 
     async def _raise_failure(self, hub: Client) -> None:
         """The coordinator's own word on why the run stopped, where it has one, is better than a dead role's log."""
@@ -316,6 +329,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if resume_step >= 0:
         config = resumed_config(run_dir, arguments.overrides)
         check_all(config, run_dir)
+        if resume_step > 0:
+            check_resumes(latest_of(run_dir), Path(config.model.path))
     with lock_run(run_dir):
         write_atomic(run_dir / "config.yaml", to_yaml(config))
         screen.line(

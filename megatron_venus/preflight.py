@@ -22,6 +22,7 @@ from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
 from megatron_venus import algorithms, layout_rules
 from megatron_venus.config import VenusConfig
+from megatron_venus.model_files import check_model_files
 from rollout.rope import check_context, rope_of
 from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES
 
@@ -109,8 +110,6 @@ def check_model(config: VenusConfig) -> None:
             raise ConfigError(
                 f"model.path={config.model.path!r}: {needed} is not there", "name a Hugging Face model folder"
             )
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path={config.model.path!r}: no *.safetensors", "name a folder with weights")
     try:
         model = json.loads((folder / "config.json").read_text())
     except json.JSONDecodeError as error:
@@ -196,6 +195,7 @@ def check_all(config: VenusConfig, run_dir: Path) -> None:
     """Every check, cheapest first."""
     check_values(config)
     check_model(config)
+    check_model_files(config, run_dir)
     check_machine(config, run_dir)
     try:
         check_factories(config)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_venus import algorithms
 from megatron_venus.adapters import cpu
-from megatron_venus.checkpoint_index import Checkpoint
+from megatron_venus.checkpoint_index import Checkpoint, open_checkpoint
 from megatron_venus.config import VenusConfig
 from megatron_venus.rollout_log import RolloutLog
+from megatron_venus.safetensors_header import read_folder
 from rollout.policy.advantages import AdvantageRule
 from rollout.rope import check_context, read_rope
 
 if TYPE_CHECKING:
     from megatron_venus.adapters.export import WeightExport
     from megatron_venus.adapters.layout import Layout
+    from megatron_venus.checkpoint_saver import CheckpointSaver
     from megatron_venus.grad_stream import GradientStream
     from megatron_venus.weight_sync import WeightSync
 
@@ -37,8 +39,7 @@ class Parts:
     export: WeightExport
     sync: WeightSync
     rollouts: RolloutLog
-    save: Callable[[int], None]
-    """Write the checkpoint of this step; every process calls it."""
+    saver: CheckpointSaver
 
 
 def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | None) -> Parts:
@@ -55,6 +56,7 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     from megatron_venus.adapters import layout as layouts
     from megatron_venus.adapters.export import WeightExport
     from megatron_venus.adapters.megatron import Actor
+    from megatron_venus.checkpoint_saver import CheckpointSaver
     from megatron_venus.grad_stream import GradientStream
     from megatron_venus.reference import FrozenReference
     from megatron_venus.weight_sync import WeightSync
@@ -65,8 +67,13 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     arch = weight_map.read_architecture(source)
     rope = read_rope(source, model.yarn)
     check_context(model.context_length, rope, model.path)
-    weights = hf_folder.read_weights(source)
+    # The headers, before any weight is loaded.
+    weight_map.check_shapes({name: tensor.shape for name, tensor in read_folder(source).items()}, arch, str(source))
+    first = open_checkpoint(Path(model.megatron), "model.megatron") if model.megatron else None
+    weights = functools.partial(checkpoint.load_weights, first) if first else hf_folder.read_weights(source)
     actor = Actor(arch, weights, actor_config.optimizer, layout, rope=rope, dtype=model.dtype, seed=config.run.seed)
+    if first:
+        checkpoint.check_weights(first, actor, "make it again with python -m ckpt_tools.from_hf")
     # Before a checkpoint is loaded: the reference is what the run started from.
     reference = FrozenReference(actor.chunks) if actor_config.loss.kl.place != "none" else None
     nonfinite_steps = checkpoint.load(resume, actor) if resume else 0
@@ -85,15 +92,11 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     )
 
     log.info("loss: %s", algorithms.summary(config))
-
-    def save(step: int) -> None:
-        keep = actor_config.keep_checkpoints
-        checkpoint.save(run_dir, step, actor, stream.nonfinite_steps, hf_source=source, keep=keep)
-
     export = WeightExport(actor)
     sync = WeightSync(export, arch, actor_config.sync, token)
     rollouts = RolloutLog(run_dir, layout.replica, config.run.save_rollouts and layout.head)
-    return Parts(layout=layout, stream=stream, export=export, sync=sync, rollouts=rollouts, save=save)
+    saver = CheckpointSaver(run_dir, actor, actor_config.checkpoint, hf_source=source)
+    return Parts(layout=layout, stream=stream, export=export, sync=sync, rollouts=rollouts, saver=saver)
 
 
 def _use_loopback_if_nameless() -> None:

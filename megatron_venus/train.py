@@ -25,12 +25,20 @@ from rollout.types import BatchClosed, BatchCounts
 
 
 def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoint | None) -> None:
-    """Make optimizer steps until `run.steps`, or until the tasks are used up."""
-    run, token = config.run, token_from_environment()
+    """Build the actor, train, and leave no save in flight."""
+    token = token_from_environment()
     parts = setup.build(config, run_dir, token, resume)
     link = CoordinatorLink(coordinator, token, parts.layout.replica, config.actor)
+    with parts.saver:
+        make_steps(config.run, link, parts, resume.step if resume else 0)
+    parts.sync.close()
+    setup.leave()
+
+
+def make_steps(run: RunConfig, link: CoordinatorLink, parts: setup.Parts, made: int) -> None:
+    """Make optimizer steps after the `made` ones until `run.steps`, or until the tasks are used up."""
     leader = parts.layout.head and parts.layout.replica == 0
-    made = saved = resume.step if resume else 0
+    saved = made
     if leader and run.eval_before and made == 0:
         link.evaluate("before", 0)
     if leader and made > 0:
@@ -49,16 +57,14 @@ def train(config: VenusConfig, run_dir: Path, coordinator: str, resume: Checkpoi
         parts.export.finish()
         made = step
         if run.checkpoint_every and step % run.checkpoint_every == 0:
-            parts.save(step)
+            parts.saver.save(step, parts.stream.nonfinite_steps)
             saved = step
         if leader:
             evaluate_periodically(run, link, step)
     if made > saved:
-        parts.save(made)
+        parts.saver.save(made, parts.stream.nonfinite_steps)
     if leader and run.eval_after:
         link.evaluate("after", made)
-    parts.sync.close()
-    setup.leave()
 
 
 def evaluate_periodically(run: RunConfig, link: CoordinatorLink, step: int) -> None:
@@ -71,7 +77,8 @@ def add_groups(step: int, link: CoordinatorLink, parts: setup.Parts, seconds: di
     """Stream this replica's share of the batch into the gradient, until the coordinator closes it."""
     while True:
         started = time.monotonic()
-        group = parts.layout.share(lambda: link.next_group(step))
+        parts.saver.check()
+        group = parts.layout.share(lambda: link.next_group(step, parts.saver.check))
         arrived = time.monotonic()
         seconds["time/wait_s"] += arrived - started
         if isinstance(group, BatchClosed):

@@ -60,6 +60,9 @@ class ModelConfig:
 
     path: str = MISSING
     """Folder of a Hugging Face checkpoint with tokenizer."""
+    megatron: str = ""
+    """Folder that `python -m ckpt_tools.from_hf` made of `path`: every actor process reads only its own part of it,
+    instead of the whole of `path`. Engines always load `path`."""
     dtype: str = "float32"
     """`float32` or `bfloat16`."""
     context_length: int = 640

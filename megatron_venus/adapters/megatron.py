@@ -46,13 +46,14 @@ LossOf = Callable[[PackedBatch, Tensor, Tensor], Tensor]
 class Actor:
     """Model pieces, gradient buffers and optimizer of this process.
 
-    `weights` must be the whole Hugging Face checkpoint; every process passes the same.
+    `weights` is the whole Hugging Face checkpoint, or what fills `chunks` in another way; every process passes the
+    same.
     """
 
     def __init__(
         self,
         arch: Architecture,
-        weights: dict[str, Tensor],
+        weights: dict[str, Tensor] | Callable[[Actor], None],
         optimizer: OptimizerConfig,
         layout: Layout,
         *,
@@ -72,7 +73,11 @@ class Actor:
         config = transformer_config(arch, self.dtype, layout.parallel)
         self.chunks: list[PolicyModel] = build_chunks(arch, rope, config)
         self._owners = self._all_names()
-        self.load_weights(weights, "of the actor")
+        self._mark_cut()
+        if callable(weights):
+            weights(self)
+        else:
+            self.load_weights(weights, "of the actor")
         half = self.dtype != torch.float32
         self._wrapped = [
             DistributedDataParallel(
@@ -142,11 +147,14 @@ class Actor:
                 "embedding.word_embeddings.weight" if self._is_copy(name) else name, weights, self.arch
             )
             param.copy_(shards.part_of(name, whole, self.layout.tensor_rank, tensor))
+
+    def _mark_cut(self) -> None:
+        """Megatron marks a parameter when it initialises it; its gradient norm counts only the first of several
+        tensor-parallel processes' unmarked ones."""
+        for name, param in self._named_parameters():
             dim = shards.cut_dim(name)
             cut = dim is not None or shards.is_expert(name)
-            if tensor > 1 and cut and not hasattr(param, "tensor_model_parallel"):
-                # Megatron marks a parameter when it initialises it; its gradient norm counts only the first of several
-                # tensor-parallel processes' unmarked ones.
+            if self.layout.parallel.tensor > 1 and cut and not hasattr(param, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(param, True, dim or 0, 1)
 
     @torch.no_grad()

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from ckpt_tools.hf_checkpoint import INDEX, HfCheckpoint
+from ckpt_tools.hf_checkpoint import HfCheckpoint
 from ckpt_tools.raw import write_from
 from ckpt_tools.safetensors_file import create
+from megatron_venus.safetensors_header import INDEX
 from megatron_venus.weight_map import Architecture, hf_shapes
 
 Say = Callable[[str], None]

@@ -88,8 +88,10 @@ def test_the_main_job(tmp_path: Path) -> None:
 @pytest.mark.sglang
 @pytest.mark.timeout(400)
 def test_a_killed_engine_ends_the_run_and_it_resumes(tmp_path: Path) -> None:
-    with Launched(tmp_path, f"steps={STEPS}") as run:
+    with Launched(tmp_path, f"steps={STEPS}", "actor.checkpoint.export=false") as run:
         run.wait_steps(1)
+        manifest = run.run_dir / "checkpoints/step_000001/manifest.json"
+        wait_until(manifest.exists, 30.0, "the checkpoint of step 1")
         processes = run.processes()
         os.kill(run.pid_of("engine"), signal.SIGKILL)
         assert run.wait(30.0) == 2
@@ -100,5 +102,6 @@ def test_a_killed_engine_ends_the_run_and_it_resumes(tmp_path: Path) -> None:
         check_account(run.summary())
         rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    # The engine restarted from the checkpoint's own export: it must still agree with the actor.
+    assert (run.run_dir / "engine_model/model.safetensors").is_file()
+    # The engine restarted from weights exported at the resume: it must still agree with the actor.
     assert all(row["logprob_gap/mean_abs"] <= 1e-4 for row in rows)

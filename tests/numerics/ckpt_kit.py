@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_venus.config import ParallelConfig
 from megatron_venus.weight_map import Architecture, architecture_in
 from tests.numerics import kit
+from tests.numerics.resume_kit import SETTINGS, train
 
 
 def make_model(arch: Architecture, dtype: torch.dtype, *, tensor_parallel: int = 1) -> Any:
@@ -66,6 +67,18 @@ def load(model: Any, folder: Path) -> None:
     model.load_state_dict(dist_checkpointing.load({"model": wanted}, str(folder))["model"], strict=False)
 
 
+def train_from_both(hf: Path, checkpoint: Path, parallel: ParallelConfig) -> None:
+    """An actor that starts from the distributed checkpoint makes the same step as one from HF's files, to the bit."""
+    actors = [kit.make_actor(hf, SETTINGS, parallel=parallel, megatron=start) for start in (None, checkpoint)]
+    for actor in actors:
+        train(actor, 1, 1)
+    ours, reference = ([param for chunk in actor.chunks for param in chunk.parameters()] for actor in reversed(actors))
+    assert len(ours) > 10
+    for param, expected in zip(ours, reference, strict=True):
+        assert torch.equal(param, expected)
+        assert hasattr(param, "tensor_model_parallel") == hasattr(expected, "tensor_model_parallel")
+
+
 def rank(hf: Path, checkpoint: Path, out: Path) -> None:
     """Load as one of two tensor-parallel ranks; rank r leaves its parts in OUT.r."""
     from megatron_venus.adapters import cpu
@@ -82,6 +95,7 @@ def rank(hf: Path, checkpoint: Path, out: Path) -> None:
     load(model, checkpoint / "megatron")
     parts = {name: param.detach().clone() for name, param in model.named_parameters()}
     torch.save(parts, out.with_suffix(f".{dist.get_rank()}"))
+    train_from_both(hf, checkpoint, ParallelConfig(tensor=2, sequence=True))
     dist.barrier()
     dist.destroy_process_group()
 

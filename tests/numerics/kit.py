@@ -5,6 +5,7 @@ Run as a module under torchrun it is one process of a streamed batch: `python -m
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_venus.adapters import cpu
-from megatron_venus.config import LossConfig, OptimizerConfig, ParallelConfig
+from megatron_venus.checkpoint_index import open_checkpoint
+from megatron_venus.config import CheckpointConfig, LossConfig, OptimizerConfig, ParallelConfig
 from megatron_venus.reference import FrozenReference
 from rollout.config import YarnConfig
 from rollout.policy.advantages import AdvantageRule
@@ -127,15 +129,28 @@ def make_actor(
     dtype: str = "float32",
     parallel: ParallelConfig | None = None,
     yarn: YarnConfig | None = None,
+    megatron: Path | None = None,
 ) -> Any:
     place = start_megatron(parallel)
-    from megatron_venus import hf_folder, weight_map
+    from megatron_venus import checkpoint, hf_folder, weight_map
     from megatron_venus.adapters.megatron import Actor
 
     arch = weight_map.read_architecture(folder)
-    weights = hf_folder.read_weights(folder)
+    weights: Any = hf_folder.read_weights(folder)
+    if megatron:
+        weights = functools.partial(checkpoint.load_weights, open_checkpoint(megatron, "megatron"))
     rope = read_rope(folder, yarn or YarnConfig())
     return Actor(arch, weights, optimizer or OptimizerConfig(), place, rope=rope, dtype=dtype, seed=0)
+
+
+def save_checkpoint(
+    run_dir: Path, step: int, actor: Any, *, hf_source: Path, nonfinite_steps: int = 0, **config: Any
+) -> None:
+    """The checkpoint of `step`, complete when this returns."""
+    from megatron_venus.checkpoint_saver import CheckpointSaver
+
+    with CheckpointSaver(run_dir, actor, CheckpointConfig(**config), hf_source=hf_source) as saver:
+        saver.save(step, nonfinite_steps)
 
 
 def make_stream(actor: Any, **options: Any) -> Any:
@@ -302,9 +317,14 @@ def torchrun(ranks: int, cases: Sequence[Case], folder: Path) -> list[dict[str, 
 
 def run_module(ranks: int, module: str, *arguments: str) -> str:
     """`python -m module` under torchrun; its output."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return run_python(*launcher, "-m", module, *arguments)
+
+
+def run_python(*arguments: str) -> str:
+    """`python …` in a process of its own; its output."""
     done = subprocess.run(
-        [*launcher, "-m", module, *arguments],
+        [sys.executable, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,

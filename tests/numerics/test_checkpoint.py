@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from envclient.base.errors import VenusError
+from envclient.base.errors import ConfigError, VenusError
 from megatron_venus.checkpoint_index import Checkpoint, find_latest
 from megatron_venus.config import OptimizerConfig
 from megatron_venus.hf_folder import read_weights
@@ -54,7 +55,7 @@ def test_round_trips(tied: bool, tied_model: Path, untied_model: Path, tmp_path:
     first = kit.make_actor(folder, SETTINGS)
     train(first, range(1, 3))
     torch.manual_seed(77)
-    checkpoint.save(tmp_path, 2, first, 1, hf_source=folder, keep=2)
+    kit.save_checkpoint(tmp_path, 2, first, hf_source=folder, nonfinite_steps=1)
     expected_random = torch.rand(3)
 
     second = kit.make_actor(folder, SETTINGS)
@@ -70,7 +71,7 @@ def test_round_trips(tied: bool, tied_model: Path, untied_model: Path, tmp_path:
     train(first, range(3, 5))
     train(second, range(3, 5))
     assert_same(dict(second.hf_tensors()), dict(first.hf_tensors()))
-    checkpoint.save(tmp_path, 4, second, 1, hf_source=folder, keep=2)
+    kit.save_checkpoint(tmp_path, 4, second, hf_source=folder, nonfinite_steps=1)
     third = kit.make_actor(folder, SETTINGS)
     found = find_latest(tmp_path)
     assert found is not None and found.step == 4
@@ -80,11 +81,9 @@ def test_round_trips(tied: bool, tied_model: Path, untied_model: Path, tmp_path:
 
 
 def test_export_loads_in_transformers(untied_model: Path, tmp_path: Path) -> None:
-    from megatron_venus import checkpoint
-
     actor = kit.make_actor(untied_model, SETTINGS)
     train(actor, range(1, 2))
-    checkpoint.save(tmp_path, 1, actor, 0, hf_source=untied_model, keep=1)
+    kit.save_checkpoint(tmp_path, 1, actor, hf_source=untied_model, keep=1)
     found = find_latest(tmp_path)
     assert found is not None
     assert (found.hf_dir / "config.json").read_bytes() == (untied_model / "config.json").read_bytes()
@@ -92,12 +91,25 @@ def test_export_loads_in_transformers(untied_model: Path, tmp_path: Path) -> Non
     assert_same(dict(model.named_parameters()), dict(actor.hf_tensors()))
 
 
+def test_another_type_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    """And what a run in bfloat16 exports says so in its config.json."""
+    from megatron_venus import checkpoint
+
+    kit.save_checkpoint(tmp_path, 1, kit.make_actor(tied_model, SETTINGS, dtype="bfloat16"), hf_source=tied_model)
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert json.loads((found.hf_dir / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in read_weights(found.hf_dir).values()} == {torch.bfloat16}
+    with pytest.raises(ConfigError, match=r"model\.dtype='float32', but checkpoint step_000001 holds bfloat16"):
+        checkpoint.load(found, kit.make_actor(tied_model, SETTINGS))
+
+
 def test_other_weights_than_the_manifests_are_refused(tied_model: Path, tmp_path: Path) -> None:
     from megatron_venus import checkpoint
 
     actor = kit.make_actor(tied_model, SETTINGS)
     train(actor, range(1, 2))
-    checkpoint.save(tmp_path, 1, actor, 0, hf_source=tied_model, keep=1)
+    kit.save_checkpoint(tmp_path, 1, actor, hf_source=tied_model, keep=1)
     found = find_latest(tmp_path)
     assert found is not None
     wrong = found.manifest.weights | {"model.norm.weight": "0" * 64}

@@ -13,9 +13,11 @@ import torch
 
 from ckpt_tools import from_hf, reshard, to_hf
 from ckpt_tools.layout import Layout
+from envclient.base.errors import VenusError
 from envclient.base.processes import last_lines
-from megatron_venus import packing, weight_map
+from megatron_venus import hf_folder, packing, weight_map
 from megatron_venus.checkpoint_index import find_latest, read_checkpoint
+from megatron_venus.config import OptimizerConfig
 from megatron_venus.hf_folder import read_weights
 from tests.conftest import MODEL, TOKEN, EngineHost
 from tests.numerics import ckpt_kit, kit
@@ -40,6 +42,7 @@ def test_megatron_loads_every_family(family: str, tied: bool, tmp_path: Path) ->
 
 
 def test_tensor_parallel_ranks_load_their_parts(untied_model: Path, tmp_path: Path) -> None:
+    """And an actor of that layout trains from them as from the Hugging Face folder."""
     from_hf.convert(untied_model, tmp_path / "ckpt", layout=Layout(), quiet=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     module = ["-m", "tests.numerics.ckpt_kit", str(untied_model), str(tmp_path / "ckpt"), str(tmp_path / "part")]
@@ -75,13 +78,32 @@ def test_actor_computes_the_same_log_probs(tied_model: Path, tmp_path: Path) -> 
     assert torch.equal(log_probs(), expected)
 
 
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("qwen3_moe", "float32")])
+def test_actor_starts_from_it(family: str, dtype: str, tmp_path: Path) -> None:
+    """From bfloat16 files, in the actor's own type: the same first step, to the bit, as from Hugging Face's files."""
+    from megatron_venus import checkpoint
+
+    source = make(tmp_path / "hf", family, tied=True)
+    from_hf.convert(source, tmp_path / "ckpt", layout=Layout(tensor=2), quiet=True)
+    actors = [kit.make_actor(source, SETTINGS, dtype=dtype, megatron=start) for start in (None, tmp_path / "ckpt")]
+    made = read_checkpoint(tmp_path / "ckpt")
+    assert made is not None
+    checkpoint.check_weights(made, actors[1], "")
+    for actor in actors:
+        train(actor, range(1, 2))
+    assert_same(dict(actors[1].hf_tensors()), dict(actors[0].hf_tensors()))
+    assert_same(adam_state(actors[1]), adam_state(actors[0]))
+    with pytest.raises(VenusError, match="is not the one in its manifest"):
+        checkpoint.check_weights(made, actors[1], "")
+
+
 def test_checkpoints_of_a_run(untied_model: Path, tmp_path: Path) -> None:
     """What the actor saved: exported as its own export; resumed to the bit after another cut, optimizer too."""
     from megatron_venus import checkpoint
 
     actor = kit.make_actor(untied_model, SETTINGS)
     train(actor, range(1, 3))
-    checkpoint.save(tmp_path / "run", 2, actor, 1, hf_source=untied_model, keep=2)
+    kit.save_checkpoint(tmp_path / "run", 2, actor, hf_source=untied_model, nonfinite_steps=1)
     found = find_latest(tmp_path / "run")
     assert found is not None
     to_hf.convert(found.path, tmp_path / "export", quiet=True)
@@ -99,16 +121,22 @@ def test_checkpoints_of_a_run(untied_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.sglang
-def test_sglang_generates_the_same_greedy_tokens(tmp_path: Path) -> None:
-    """The shipped model, there and back in three shards, in a real engine, against transformers on the original."""
+def test_sglang_generates_the_same_greedy_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped model, started from a converted checkpoint, trained a step and exported in three shards, in a real
+    engine, against transformers on the actor's own weights."""
     from rollout.adapters.sglang_engine import SglangEngine
     from rollout.config import ModelConfig, WorkerConfig
     from rollout.protocol import GenerateRequest
 
+    monkeypatch.setattr(hf_folder, "FILE_BYTES", 600_000)
     from_hf.convert(MODEL, tmp_path / "ckpt", layout=Layout(pipeline=2), quiet=True)
-    to_hf.convert(tmp_path / "ckpt", tmp_path / "back", shard_bytes=600_000, quiet=True)
-    assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) == 3
-    path = str(tmp_path / "back")
+    actor = kit.make_actor(MODEL, OptimizerConfig(lr=1e-4), megatron=tmp_path / "ckpt")
+    train(actor, range(1, 2))
+    kit.save_checkpoint(tmp_path / "run", 1, actor, hf_source=MODEL)
+    found = find_latest(tmp_path / "run")
+    assert found is not None
+    assert len(list(found.hf_dir.glob("model-*-of-00003.safetensors"))) == 3
+    path = str(found.hf_dir)
     log = tmp_path / "engine.log"
     engine = SglangEngine(
         model_path=path,
@@ -148,6 +176,8 @@ def test_sglang_generates_the_same_greedy_tokens(tmp_path: Path) -> None:
         host.call(engine.stop())
         loop.close()
     reference = kit.reference_model(MODEL).eval()
+    missing = reference.load_state_dict(dict(actor.hf_tensors()), strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
     for ids, generation in zip(prompts, generations, strict=True):
         prompt = torch.tensor([ids])
         whole = reference.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=0)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from ckpt_tools import from_hf
+from ckpt_tools.layout import Layout
 from megatron_venus.checkpoint_index import find_all
 from megatron_venus.config import ParallelConfig
 from megatron_venus.hf_folder import read_weights
@@ -14,7 +16,11 @@ from tests.numerics.resume_kit import Leg
 
 
 def test_layout_changes_at_every_resume(tmp_path: Path) -> None:
-    """Two replicas → tensor with sequence → virtual stages → one process, against one process all the way."""
+    """Two replicas → tensor with sequence → virtual stages → one process, against one process all the way.
+
+    Every layout could also start from a converted checkpoint. Every save runs beside a further step; a rank of the
+    second layout then fails in a save.
+    """
     folder = kit.make_model(tmp_path / "model", tied=True, layers=4)
     layouts = [
         (2, ParallelConfig(), True),
@@ -23,8 +29,17 @@ def test_layout_changes_at_every_resume(tmp_path: Path) -> None:
         (1, ParallelConfig(), False),
     ]
     run_dir = tmp_path / "run"
+    from_hf.convert(folder, tmp_path / "megatron", layout=Layout(), quiet=True)
     for step, (ranks, parallel, twice) in enumerate(layouts, start=1):
-        leg = Leg(folder=str(folder), run_dir=str(run_dir), until=step, parallel=parallel, twice=twice)
+        leg = Leg(
+            folder=str(folder),
+            run_dir=str(run_dir),
+            until=step,
+            parallel=parallel,
+            twice=twice,
+            megatron=str(tmp_path / "megatron"),
+            failing_rank=1 if parallel.tensor == 2 else -1,
+        )
         if ranks == 1:
             resume_kit.run(leg)
         else:
@@ -34,6 +49,7 @@ def test_layout_changes_at_every_resume(tmp_path: Path) -> None:
     reference, before = resume_kit.run(undisturbed), read_weights(folder)
     last = find_all(run_dir)[-1]
     assert last.step == 4
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [f"step_{n:06d}" for n in (1, 2, 3, 4)]
     for name, tensor in read_weights(last.hf_dir).items():
         moved, expected = tensor - before[name], reference[name] - before[name]
         # Adam turns a gradient's rounding near zero into a whole step: of the way, not of the weights.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt_tools import from_hf
+from ckpt_tools.layout import Layout
 from envclient.base.configs import to_yaml
 from megatron_venus.checkpoint_index import find_all, find_latest
 from megatron_venus.config import ActorConfig, LossConfig, ParallelConfig, VenusConfig
@@ -30,12 +33,14 @@ def run_actor(
     parallel: ParallelConfig | None = None,
     loss: LossConfig | None = None,
     resume_step: int = -1,
+    file_bytes: int = resource.RLIM_INFINITY,
+    megatron: str = "",
     **run: object,
 ) -> subprocess.CompletedProcess[str]:
     nothing = FactoryConfig(factory="nothing:nothing")
     config = VenusConfig(
         run=RunConfig(**{"steps": len(coordinator.batches)} | run),  # type: ignore[arg-type]
-        model=ModelConfig(path=str(model), context_length=128),
+        model=ModelConfig(path=str(model), megatron=megatron, context_length=128),
         rollout=RolloutConfig(tasks=nothing, agent=nothing),
         actor=ActorConfig(
             ranks=ranks,
@@ -56,6 +61,7 @@ def run_actor(
             capture_output=True,
             text=True,
             timeout=120,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes)),
         )
 
 
@@ -102,13 +108,19 @@ def test_loop(ranks: int, steps: int, parallel: ParallelConfig, tied_model: Path
 
 
 def test_resume_equals_undisturbed(tied_model: Path, tmp_path: Path) -> None:
-    """2 + 2 steps are 4 steps, to the bit, through a checkpoint; old and broken checkpoints are removed."""
+    """2 + 2 steps are 4 steps, to the bit, through a checkpoint; old and broken checkpoints are removed.
+
+    The first two start from what `from_hf` made of the model, the four from the Hugging Face folder.
+    """
     whole = run_actor(tmp_path / "whole", tied_model, FakeCoordinator(batches=batches(4)), checkpoint_every=1)
     assert whole.returncode == 0, whole.stderr[-3000:]
     assert [checkpoint.step for checkpoint in find_all(tmp_path / "whole")] == [3, 4]
 
     run_dir = tmp_path / "parts"
-    first = run_actor(run_dir, tied_model, FakeCoordinator(batches=batches(2)), checkpoint_every=1)
+    from_hf.convert(tied_model, tmp_path / "ckpt", layout=Layout(pipeline=2), quiet=True)
+    first = run_actor(
+        run_dir, tied_model, FakeCoordinator(batches=batches(2)), checkpoint_every=1, megatron=str(tmp_path / "ckpt")
+    )
     assert first.returncode == 0, first.stderr[-3000:]
     latest = find_latest(run_dir)
     assert latest is not None and latest.step == 2

@@ -78,12 +78,11 @@ def test_equal_transformers_beyond_the_original_length(short_model: Path, tmp_pa
 
 
 def test_export_keeps_it(short_model: Path, tmp_path: Path) -> None:
-    from megatron_venus import checkpoint
     from megatron_venus.checkpoint_index import find_latest
 
     actor = kit.make_actor(short_model, yarn=YARN)
     resume_kit.train(actor, 1, 1)
-    checkpoint.save(tmp_path, 1, actor, 0, hf_source=short_model, keep=1)
+    kit.save_checkpoint(tmp_path, 1, actor, hf_source=short_model, keep=1)
     found = find_latest(tmp_path)
     assert found is not None
     assert read_rope(found.hf_dir, YarnConfig()) == read_rope(found.hf_dir, YARN) == actor.rope

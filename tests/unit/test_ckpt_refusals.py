@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from ckpt_tools import from_hf, reshard, to_hf, verify
-from ckpt_tools.hf_checkpoint import INDEX, HfCheckpoint
+from ckpt_tools.hf_checkpoint import HfCheckpoint
 from ckpt_tools.layout import Layout
 from ckpt_tools.safetensors_file import create
 from envclient.base.errors import VenusError
+from megatron_venus.safetensors_header import INDEX
 from megatron_venus.weight_map import Architecture, hf_shapes
 from tests.unit import ckpt_kit
 

@@ -63,7 +63,9 @@ def level(lengths: Sequence[int], count: int) -> Parts:
     if not lengths:
         return []
     # (minus the difference, its first index, [(sum, indices)] ascending)
-    heap = [(-length, index, [(0, [])] * (count - 1) + [(length, [index])]) for index, length in enumerate(lengths)]
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
+        (-length, index, [(0, [])] * (count - 1) + [(length, [index])]) for index, length in enumerate(lengths)
+    ]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, name, first = heapq.heappop(heap)

@@ -50,8 +50,8 @@ TIMEOUT_S = 1200
 
 
 def run(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """`--quick`: one replica and three recordings; otherwise six, and two replicas too."""
-    recordings = 3 if quick else 6
+    """`--quick`: one replica and five recordings; otherwise eight, and two replicas too."""
+    recordings = 5 if quick else 8
     results = {replicas: _measure(replicas, recordings, say) for replicas in ((1,) if quick else (1, 2))}
     return {
         "benchmark": "actor_stream",
@@ -62,7 +62,7 @@ def run(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
             "groups": GROUPS,
             "trajectories_a_group": SIZE,
             "load": LOAD,
-            "subset": "one replica, 3 of 6 recordings" if quick else "all",
+            "subset": "one replica, 5 of 8 recordings" if quick else "all",
         },
         "tail_in_groups": results[1]["tail_in_groups"],
         "by_replicas": {str(replicas): result for replicas, result in results.items()},
@@ -201,7 +201,7 @@ def _step_of(step: int, coordinator: PacedCoordinator, rows: list[dict[str, Any]
 
 
 def _run_actor(run_dir: Path, replicas: int, coordinator: PacedCoordinator) -> None:
-    model = kit.make_model(run_dir / "model", layers=4, hidden=128, positions=PROMPT + LONGEST)
+    model = kit.make_model(run_dir / "model", layers=3, hidden=128, positions=PROMPT + LONGEST)
     nothing = FactoryConfig(factory="nothing:nothing")
     config = VenusConfig(
         run=RunConfig(steps=len(coordinator.batches)),

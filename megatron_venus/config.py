@@ -124,6 +124,10 @@ class ParallelConfig:
         """Data-parallel copies of the dense layers in one replica."""
         return max(1, self.expert // (self.tensor * self.context))
 
+    def micro_batch_multiple(self) -> int:
+        """A group's micro-batches come in multiples of this, so that no lane and no stage waits for want of one."""
+        return self.lanes() * self.pipeline
+
 
 @dataclass(kw_only=True)
 class CheckpointConfig:

@@ -151,7 +151,8 @@ class GradientStream:
     def _prepared(self, group: TrainGroup) -> list[PackedBatch]:
         """Micro-batches with all log-probs that the loss needs and the training forward does not give."""
         sequences = [s for s in group.sequences if s.advantage != 0.0 or not self._skip_zero_advantage]
-        batches = [b.to(self.actor.device) for b in packing.pack(sequences, self._micro_batch_tokens)]
+        packed = packing.pack(sequences, self._micro_batch_tokens, self.actor.layout.parallel.micro_batch_multiple())
+        batches = [batch.to(self.actor.device) for batch in packed]
         loss = self._loss
         in_reward = loss.kl.place == "reward"
         if not loss.bypass and (loss.updates_per_batch > 1 or in_reward):

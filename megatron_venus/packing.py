@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from envclient.base.errors import InvariantError
+from megatron_venus.partition import micro_batches
 from rollout.types import TrainSequence
 
 
@@ -91,22 +92,16 @@ def needed_length(sequence: TrainSequence) -> int:
     return 0
 
 
-def pack(sequences: Sequence[TrainSequence], budget_tokens: int) -> list[PackedBatch]:
+def pack(sequences: Sequence[TrainSequence], budget_tokens: int, multiple: int = 1) -> list[PackedBatch]:
     """Micro-batches of at most `budget_tokens` tokens; a longer sequence gets one of its own.
 
-    Sequences without a loss token are left out. Long ones come first: equal lengths then meet, which attention likes.
+    Sequences without a loss token are left out. Their tokens are levelled over the micro-batches, largest first, and
+    the number is a multiple of `multiple` while there are sequences enough: see `partition`.
     """
-    waiting = [(needed_length(sequence), member) for member, sequence in enumerate(sequences)]
-    waiting = sorted((item for item in waiting if item[0]), key=lambda item: -item[0])
-    batches: list[list[tuple[int, int]]] = []
-    room = 0
-    for length, member in waiting:
-        if not batches or length > room:
-            batches.append([])
-            room = budget_tokens
-        batches[-1].append((length, member))
-        room -= length
-    return [_packed(batch, sequences) for batch in batches]
+    needed = [(member, needed_length(sequence)) for member, sequence in enumerate(sequences)]
+    waiting = [(member, length) for member, length in needed if length]
+    parts = micro_batches([length for _, length in waiting], budget_tokens, multiple)
+    return [_packed([waiting[place] for place in part], sequences) for part in parts]
 
 
 def _packed(items: Sequence[tuple[int, int]], sequences: Sequence[TrainSequence]) -> PackedBatch:
@@ -117,7 +112,7 @@ def _packed(items: Sequence[tuple[int, int]], sequences: Sequence[TrainSequence]
     behaviour: list[float] = []
     advantages: list[float] = []
     owners: list[int] = []
-    for place_in_batch, (length, member) in enumerate(items):
+    for place_in_batch, (member, length) in enumerate(items):
         sequence = sequences[member]
         start, prompt = len(ids), len(sequence.prompt_ids)
         ids += (sequence.prompt_ids + sequence.response_ids)[:length]
@@ -132,11 +127,11 @@ def _packed(items: Sequence[tuple[int, int]], sequences: Sequence[TrainSequence]
     return PackedBatch(
         input_ids_T=torch.tensor(ids),
         position_ids_T=torch.tensor(positions),
-        lengths=[length for length, _ in items],
+        lengths=[length for _, length in items],
         rows_N=torch.tensor(rows),
         targets_N=torch.tensor(targets),
         behaviour_N=torch.tensor(behaviour, dtype=torch.float32),
         advantages_N=torch.tensor(advantages, dtype=torch.float32),
         sequence_N=torch.tensor(owners),
-        members=[member for _, member in items],
+        members=[member for member, _ in items],
     )

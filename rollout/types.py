@@ -266,6 +266,8 @@ class TrajectoryEnded(Event, frozen=True, kw_only=True, tag="trajectory_ended"):
     """Of its generated tokens; -1 when it generated none."""
     last_version: int
     generated_tokens: int
+    context_tokens: int = 0
+    """Prompt, generated tokens and observations; 0 in records of earlier releases."""
     turns: int
     cause: str = ""
 

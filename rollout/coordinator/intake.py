@@ -97,6 +97,7 @@ def as_event(trajectory: Trajectory, worker: str) -> TrajectoryEnded:
         first_version=trajectory.spans[0].version if trajectory.spans else -1,
         last_version=trajectory.spans[-1].version if trajectory.spans else -1,
         generated_tokens=trajectory.generated_tokens,
+        context_tokens=len(trajectory.prompt_ids) + len(trajectory.response_ids),
         turns=trajectory.turns,
         cause="" if scored else trajectory.stop_reason,
     )

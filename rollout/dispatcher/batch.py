@@ -5,10 +5,11 @@ The dispatcher adds sealed groups and passes requests and acknowledgements on; a
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 
 from rollout.dispatcher.config import DispatcherConfig
 from rollout.dispatcher.records import Group, GroupState
+from rollout.policy.hand_out import largest_of_equal
 from rollout.policy.staleness import leaves_room_for_older
 from rollout.types import AnyCommand, BatchCounts, CloseBatch, DeliverGroup
 
@@ -54,7 +55,7 @@ class TrainBatch:
         self.opened = True
         """False from the step's beginning until the weights before it are current: nothing is handed out."""
         self.ready: list[tuple[int, int, Group]] = []
-        """Heap by (oldest version, admission order)."""
+        """Ascending by (oldest version, admission order)."""
         self.taken: list[Group] = []
         """Handed out for `step`, in that order."""
         self.unacknowledged: dict[int, Group] = {}
@@ -74,7 +75,7 @@ class TrainBatch:
     def add(self, group: Group) -> None:
         """A group was sealed."""
         group.state = GroupState.READY
-        heapq.heappush(self.ready, (group.oldest if group.oldest is not None else 0, group.order, group))
+        insort(self.ready, (group.oldest if group.oldest is not None else 0, group.order, group))
 
     def request(self, step: int, replica: int) -> bool:
         """A replica asks; answered by `serve`. A late repeat never replaces a newer request.
@@ -119,10 +120,13 @@ class TrainBatch:
         out.append(command)
 
     def _take(self, replica: int) -> Group | None:
-        """The next ready group, oldest first; None when there is none or the places left belong to older groups."""
+        """The next ready group: of those with the oldest version the largest one.
+
+        None when there is none, or when the places left belong to older groups.
+        """
         if not self.ready or self.free == 0:
             return None
-        oldest, _, group = self.ready[0]
+        oldest = self.ready[0][0]
         if self._config.include_promoted and not leaves_room_for_older(
             oldest,
             self._ages.sizes(),
@@ -132,7 +136,8 @@ class TrainBatch:
             max_span=self._config.max_version_span,
         ):
             return None
-        heapq.heappop(self.ready)
+        sizes = ((version, group.context_tokens) for version, _, group in self.ready)
+        _, _, group = self.ready.pop(largest_of_equal(sizes, self.free))
         self._ages.move(group, None)
         group.state = GroupState.TAKEN
         self.taken.append(group)

@@ -126,6 +126,7 @@ class Groups:
             return
         episode.reward = event.reward
         episode.tokens = event.generated_tokens
+        episode.context_tokens = event.context_tokens
         if event.first_version >= 0:
             episode.version = event.first_version
         group.missing -= 1

@@ -42,6 +42,9 @@ class Episode:
     """Oldest version it can have sampled under: the one at its start, then the reported one; −1 before the start."""
     reward: float = 0.0
     tokens: int = 0
+    """Generated ones."""
+    context_tokens: int = 0
+    """Prompt, generated tokens and observations at its end."""
     fate: TrajectoryStatus | None = None
     """What an abort makes of it: DISCARDED, FAILED (deadline) or ABORTED (its group is gone)."""
     cause: str = ""
@@ -94,8 +97,9 @@ class Group:
         return [episode for episode in self.slots if episode is not None]
 
     @property
-    def tokens(self) -> int:
-        return sum(episode.tokens for episode in self.episodes)
+    def context_tokens(self) -> int:
+        """What its training costs, about."""
+        return sum(episode.context_tokens for episode in self.episodes)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

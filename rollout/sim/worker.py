@@ -387,6 +387,7 @@ class SimWorker:
                 first_version=play.first_version,
                 last_version=play.last_version,
                 generated_tokens=play.generated,
+                context_tokens=play.context,
                 turns=play.turn,
                 cause=cause,
             )

@@ -45,7 +45,7 @@ def run(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
         "benchmark": "logprob_memory",
         "ratio": round(naive_bytes[largest] / ours[largest]["peak_bytes"], 2),
         "baseline": f"log_softmax of [T, {VOCABULARY}] in float32, measured at {naive_tokens} tokens, computed above",
-        "sizes": {name: SIZES[name] for name in names},
+        "sizes": {name: SIZES[name] for name in names} | {"subset": "8K and 32K tokens" if quick else "all"},
         "growth": round(ours[largest]["peak_bytes"] / ours["8K"]["peak_bytes"], 3),
         "vocabulary": VOCABULARY,
         "hidden": HIDDEN,

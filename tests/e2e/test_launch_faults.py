@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from envclient.base.files import read_jsonl
 from envclient.base.processes import processes_of_run
-from tests.e2e.launched import SCRIPTED, Launched, alive, check_account, wait_until
+from megatron_venus.checkpoint_index import find_latest
+from megatron_venus.hf_folder import read_weights
+from tests.e2e.launched import ROOT, SCRIPTED, Launched, alive, check_account, wait_until
 
 STEPS = 3
 
@@ -87,10 +91,27 @@ def test_an_ended_launcher_leaves_nothing(signum: signal.Signals, tmp_path: Path
         finish_after(tmp_path)
 
 
+def with_kv_heads(model: Path, heads: int, folder: Path) -> Path:
+    """A random model of the same shape with more key-value heads (the shipped one has a single one), same tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = AutoConfig.from_pretrained(model)
+    config.num_key_value_heads = heads
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("factor", "ranks", "workers"), [(1.0, 2, 1), (1.5, 1, 2), (2.0, 2, 2)])
-def test_factors_ranks_and_workers(factor: float, ranks: int, workers: int, tmp_path: Path) -> None:
-    overrides = [f"async_factor={factor}", f"actor.ranks={ranks}", f"rollout.worker.count={workers}"]
+@pytest.mark.parametrize(("factor", "ranks", "tensor", "workers"), [(1.0, 2, 1, 1), (1.5, 2, 2, 2), (2.0, 2, 1, 2)])
+def test_factors_ranks_layouts_and_workers(
+    factor: float, ranks: int, tensor: int, workers: int, tmp_path: Path
+) -> None:
+    model = ROOT / "examples/models/tiny-qwen3-repair"
+    if tensor > 1:
+        model = with_kv_heads(model, tensor, tmp_path / "model")
+    layout = [f"actor.ranks={ranks}", f"actor.parallel.tensor={tensor}", f"actor.parallel.sequence={tensor > 1}"]
+    overrides = [f"async_factor={factor}", *layout, f"rollout.worker.count={workers}", f"model.path={model}"]
     with Launched(tmp_path, *SCRIPTED, f"steps={STEPS}", *overrides) as run:
         assert run.wait(200.0) == 0, run.text
         check_account(run.summary())
@@ -103,4 +124,11 @@ def test_factors_ranks_and_workers(factor: float, ranks: int, workers: int, tmp_
     trained = [c["group_id"] for e in events for c in e["commands"] if c["command"] == "close_prompt"]
     assert len(trained) == len(set(trained)) >= 2 * STEPS
     takers = {e["event"]["replica"] for e in events if e["event"]["event"] == "group_acknowledged"}
-    assert takers <= set(range(ranks))
+    assert takers <= set(range(ranks // tensor))
+    # Gathered from all processes the export is the whole model, and it moved if there was anything to learn.
+    last = find_latest(tmp_path / "quickstart")
+    assert last is not None and last.step == STEPS
+    exported, before = read_weights(last.hf_dir), read_weights(model)
+    assert {name: t.shape for name, t in exported.items()} == {name: t.shape for name, t in before.items()}
+    moved = any(not torch.equal(tensor, before[name]) for name, tensor in exported.items())
+    assert moved == any(row["grad_norm"] > 0 for row in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from rollout.types import BatchClosed, BatchCounts, NextGroup, NoGroupYet, Train
 from tests.numerics import kit
 
 TOKEN = "token-of-the-test"
+POLL_S = 0.005
 
 
 @dataclass
@@ -53,15 +55,19 @@ class FakeCoordinator:
         if request.step > len(self.batches):
             return BatchClosed(step=request.step, counts=BatchCounts(groups=0, sequences=0, tokens=0))
         key = (request.step, request.replica)
-        waiting = self._waiting[request.step - 1]
-        if key not in self._taken and waiting:
-            self._taken[key] = waiting.pop(0)
+        if key not in self._taken and (group := self.take(request.step)) is not None:
+            self._taken[key] = group
         if key in self._taken:
             return self._taken[key]
         batch = self.batches[request.step - 1]
         if self._acknowledged.get(request.step, 0) == len(batch):
             return BatchClosed(step=request.step, counts=kit.counts_of(batch))
         return NoGroupYet(step=request.step)
+
+    def take(self, step: int) -> TrainGroup | None:
+        """The next group of `step`, which is handed out; None when there is none now."""
+        waiting = self._waiting[step - 1]
+        return waiting.pop(0) if waiting else None
 
     def acknowledge(self, request: AckRequest) -> Empty:
         group = self._taken.pop((request.step, request.replica))
@@ -76,9 +82,10 @@ class FakeCoordinator:
 
         @endpoint(app, "/v1/actor/next_group", NextGroupRequest)
         async def next_group(request: NextGroupRequest) -> NextGroup:
-            answer = self.next_group(request)
-            if isinstance(answer, NoGroupYet):
-                await asyncio.sleep(0.05)
+            deadline = time.monotonic() + request.wait_s
+            # Time alone may make a group ready: there is no event to wait for.
+            while isinstance(answer := self.next_group(request), NoGroupYet) and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
             return answer
 
         @endpoint(app, "/v1/actor/ack", AckRequest)

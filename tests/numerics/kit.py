@@ -30,7 +30,16 @@ from rollout.types import BatchCounts, Record, TrainGroup, TrainSequence, Versio
 VOCABULARY = 96
 
 
-def make_model(folder: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, experts: int = 0) -> Path:
+def make_model(
+    folder: Path,
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    layers: int = 2,
+    experts: int = 0,
+    hidden: int = 32,
+    positions: int = 256,
+) -> Path:
     """A random Qwen3 (with experts: Qwen3-MoE, two a token) with norms away from 1 (a mix-up shows) and logits that are
     not flat."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -38,13 +47,13 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0, layers: int = 
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": positions,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "tie_word_embeddings": tied,
@@ -267,7 +276,7 @@ class Case(Record):
 def process(cases: Path, out: Path) -> None:
     results = []
     for case in msgspec.msgpack.decode(cases.read_bytes(), type=list[Case]):
-        actor = make_actor(Path(case.folder), parallel=case.parallel, dtype=case.dtype)
+        actor = make_actor(Path(case.folder), dtype=case.dtype, parallel=case.parallel)
         options: dict[str, Any] = {"loss": case.loss, "advantage": case.advantage}
         if case.loss.kl.place != "none":
             options["reference"] = FrozenReference(actor.chunks)

@@ -36,6 +36,10 @@ SETTINGS = {
     "dr_grpo": Setting(
         loss=LossConfig(algorithm="dr_grpo", bypass=True, aggregation="seq-mean-token-sum-norm", norm_tokens=50)
     ),
+    "dapo, bypass, overlong": Setting(
+        loss=LossConfig(algorithm="dapo", bypass=True),
+        rule=AdvantageRule(overlong_tokens=14, overlong_buffer=8, overlong_factor=0.5),
+    ),
     "gspo, bypass": Setting(
         loss=LossConfig(algorithm="gspo", bypass=True, aggregation=TOKEN_SEQ, clip_low=0.03, clip_high=0.03)
     ),

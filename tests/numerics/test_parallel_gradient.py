@@ -18,6 +18,7 @@ LAYOUTS = {
     "pipeline": (2, ParallelConfig(pipeline=2)),
     "virtual stages": (2, ParallelConfig(pipeline=2, virtual_stages=2)),
     "context": (2, ParallelConfig(context=2)),
+    "pipeline and context": (4, ParallelConfig(pipeline=2, context=2)),
 }
 
 
@@ -55,6 +56,30 @@ def test_gradient(name: str, models: list[Path], tmp_path: Path) -> None:
             assert kit.relative_error(result["weights"][tensor_name], tensor) <= 1e-4, tensor_name
 
 
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(), ParallelConfig(tensor=2, sequence=True)], ids=["data", "tensor"]
+)
+def test_half_precision_weights_sum_float32_gradients(
+    parallel: ParallelConfig, models: list[Path], tmp_path: Path
+) -> None:
+    """bfloat16 in the model, float32 in the gradient's sum over micro-batches, groups and replicas.
+
+    Tolerance: bfloat16 rounds weights, activations and their gradients by up to 2⁻⁹ = 0.2% each. Some sixty roundings
+    lie between a weight and its gradient here (four layers, both directions), and as a random walk they make about
+    1.5%; 5% holds the worst tensor, and a missing or doubled share of a process would be far outside.
+    """
+    groups = kit.make_groups(5, seed=3)
+    shape = {"groups": groups, "first": [3, 0, 4], "micro_batch_tokens": 64, "parallel": parallel}
+    [result] = kit.torchrun(2, [kit.Case(folder=str(models[1]), dtype="bfloat16", **shape)], tmp_path)
+    gradient = result["gradient"]
+    kit.assert_gradient(gradient, kit.reference_gradient(models[1], groups), tolerance=0.05)
+    assert all(grad.dtype == torch.float32 for grad in gradient.values())
+    assert all(tensor.dtype == torch.bfloat16 for tensor in result["weights"].values())
+    # The sum itself has more digits than the half precision that its parts were computed in.
+    for name, grad in gradient.items():
+        assert not torch.equal(grad, grad.bfloat16().float()), name
+
+
 def test_recompute(models: list[Path]) -> None:
     """Layers computed again in the backward pass: the same gradient, and no activations kept meanwhile."""
     groups = kit.make_groups(3, seed=3)
@@ -79,6 +104,7 @@ def test_recompute(models: list[Path]) -> None:
 EXPERT_LAYOUTS = {
     "two lanes": (2, ParallelConfig(expert=2)),
     "tensor and sequence": (2, ParallelConfig(expert=2, tensor=2, sequence=True)),
+    "pipeline and two lanes": (4, ParallelConfig(expert=2, pipeline=2)),
 }
 
 

@@ -56,6 +56,7 @@ def test_a_sound_trajectory_passes_unchanged() -> None:
     assert admit(GOOD, ORDER, 2) is GOOD
     event = as_event(GOOD, "w0")
     assert (event.first_version, event.last_version, event.generated_tokens, event.turns) == (1, 2, 4, 2)
+    assert event.context_tokens == len(GOOD.prompt_ids) + len(GOOD.response_ids) > event.generated_tokens
 
 
 MALFORMED = {

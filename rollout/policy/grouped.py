@@ -41,7 +41,7 @@ class GroupedPolicy(Policy):
     def why(self, group: JobGroup) -> str:
         """The reason of a group's standing, for people."""
         if group.promoted:
-            return f"promoted: begun under version {group.oldest}"
+            return group.why_promoted
         standing = "critical" if group in self.critical else "not critical"
         if self.by_admission:
             return f"{standing}: group {group.order} in the order of admission"

@@ -64,7 +64,7 @@ KV_TOKENS = 12_000
 """Of its worker's engine, for each open trajectory, without a host cache: about half of what they would hold."""
 EVENT_S = 5.0
 """Seconds between two events of a trajectory."""
-FAST_EVENTS = 8
+FAST_EVENTS = 4
 """Of the fast-forward, for each open trajectory."""
 SMALL, TYPICAL, LARGE = 512, 8192, 65536
 
@@ -97,14 +97,14 @@ class Playing:
 
 
 class Steady:
-    """Feeds a dispatcher with `trajectories` open, and twice as many that wait for a place or for their siblings."""
+    """Feeds a dispatcher with `trajectories` open, and as many that wait for a place or for their siblings."""
 
     def __init__(self, policy: str, trajectories: int) -> None:
         self.config = DispatcherConfig(
             group_size=GROUP,
             batch=trajectories // GROUP,
-            async_factor=3.0,
-            max_version_span=3,
+            async_factor=2.0,
+            max_version_span=2,
             workers=WORKERS,
             max_trajectories=trajectories // WORKERS,
             deadline_s=1e9,

@@ -172,7 +172,15 @@ class CheckedWorld:
             holding = self.in_flight | self.consumed.keys()
             assert len(holding) <= self.config.gate_groups, "more groups in flight than the gate allows"
             self.check_waits()
+            self.check_classes()
         self.broken = False
+
+    def check_classes(self) -> None:
+        """Workers know the classes as the policy has decided them, also those of trajectories that just started."""
+        jobs = self.dispatcher.policy.jobs
+        for trajectory in self.begun if self.priority else ():
+            if (job := jobs.get(trajectory)) is not None:
+                assert self.classes[trajectory] == (job.priority, job.rank), f"{trajectory} is told another class"
 
     def check_waits(self) -> None:
         """Nobody starves: the bounds of `rollout.dispatcher.machine`, in weight versions."""

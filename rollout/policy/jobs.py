@@ -46,7 +46,7 @@ class JobGroup:
     promoted: bool = False
     """At its last valid weight version, or not started for too long."""
     remaining: float = 0.0
-    """F_g in tokens (or seconds, with `tool_time`), or its order of admission."""
+    """F_g in tokens (with `tool_time` those that could be generated while tools run too), or its order of admission."""
 
     @property
     def why_promoted(self) -> str:

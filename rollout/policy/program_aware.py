@@ -42,6 +42,8 @@ class ProgramAwarePolicy(Policy):
         """Program → when it was paused."""
         self._home: dict[str, str] = {}
         """Active program → worker on which it counts, from the moment it is sent there."""
+        self._sent: dict[str, Job] = {}
+        """Programs that were sent to another worker and have not arrived: the dispatcher may refuse a move."""
         self._marked: set[str] = set()
         """Active programs that are paused at the end of their turn."""
         self._prompt_tokens = 0.0
@@ -51,11 +53,13 @@ class ProgramAwarePolicy(Policy):
 
     def join(self, worker: WorkerView) -> None:
         super().join(worker)
+        before = self._loads.get(worker.name)
         self._loads[worker.name] = ProgramLoad(self.settings.buffer_tokens)
+        self._recount(before)
 
     def lose(self, name: str) -> None:
         super().lose(name)
-        self._loads.pop(name, None)
+        self._recount(self._loads.pop(name, None))
 
     # ------------------------------------------------------------------------------------------------------ hooks
 
@@ -89,6 +93,9 @@ class ProgramAwarePolicy(Policy):
         self._deactivate(job)
         self._paused.pop(job.trajectory_id, None)
 
+    def _moved(self, job: Job, origin: str) -> None:
+        self._sent.pop(job.trajectory_id, None)
+
     def _changed_group(self, group: JobGroup) -> None:
         for job in group.jobs.values():
             if job.priority is not PARKED:
@@ -99,6 +106,9 @@ class ProgramAwarePolicy(Policy):
         if now - self._checked < self.settings.interval_s:
             return
         self._checked = now
+        for job in [job for job in self._sent.values() if job.trajectory_id in self._home]:
+            self._count_at(job, job.worker)
+        self._sent.clear()
         self._resume_what_fits()
         for name in self._loads:
             self._pause_until_it_fits(name)
@@ -164,6 +174,7 @@ class ProgramAwarePolicy(Policy):
         self._home[job.trajectory_id] = to
         self._loads[to].add(job)
         if to != job.worker:
+            self._sent[job.trajectory_id] = job
             self.moves.append(Move(job=job, to=to, cause=cause))
 
     def _pause(self, job: Job, cause: str) -> None:
@@ -171,7 +182,25 @@ class ProgramAwarePolicy(Policy):
         self._paused[job.trajectory_id] = self._now
         self._set(job, PARKED, cause=f"paused: {cause}")
 
+    def _count_at(self, job: Job, worker: str) -> None:
+        """An active program counts on another worker than before."""
+        home = self._home[job.trajectory_id]
+        if home in self._loads:
+            self._loads[home].drop(job)
+        self._home[job.trajectory_id] = worker
+        self._loads[worker].add(job)
+        if job.trajectory_id in self._marked:
+            self._loads[worker].mark(job)
+
+    def _recount(self, gone: ProgramLoad | None) -> None:
+        """Programs that counted on a worker that is gone, and never came there, count where they are."""
+        for job in gone.active.values() if gone is not None else ():
+            if job.worker in self._loads:
+                self._home[job.trajectory_id] = ""
+                self._count_at(job, job.worker)
+
     def _deactivate(self, job: Job) -> None:
+        self._sent.pop(job.trajectory_id, None)
         self._marked.discard(job.trajectory_id)
         home = self._home.pop(job.trajectory_id, "")
         if home in self._loads:

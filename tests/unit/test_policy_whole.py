@@ -189,6 +189,29 @@ def test_program_aware_resumes_after_the_longest_wait() -> None:
     assert table.tick() == {"2.0": LOW} and "paused for 60 s" in table.causes["2.0"]
 
 
+def test_program_aware_counts_a_program_whose_move_was_refused_where_it_is() -> None:
+    """The dispatcher moves nothing while weights change; the program's worker may be lost, or join again, meanwhile."""
+    for happens in ("check", "lost", "joined"):
+        table = Table("program_aware", kv_tokens=300, workers=2, migration=True)
+        table.policy._prompt_tokens = 200.0  # type: ignore[attr-defined]
+        table.add("1.0", "2.0", "3.0")
+        table.start("1.0", "2.0", context=200)
+        table.end("2.0")
+        table.policy.tick(table.now + 5.0)
+        table.policy.decide(table.now)
+        (refused,) = table.policy.moves
+        table.policy.moves.clear()
+        assert (refused.job.trajectory_id, refused.to) == ("3.0", "w1")
+        if happens == "lost":
+            table.policy.lose("w1")
+        elif happens == "joined":
+            table.policy.join(table.policy.workers["w1"])
+        else:
+            table.policy.tick(table.now + 10.0)
+        table.policy.check_invariants()
+        assert table.policy._home["3.0"] == "w0"  # type: ignore[attr-defined]
+
+
 # -------------------------------------------------------------------------------------------------------- Heddle
 
 

@@ -14,7 +14,7 @@ whatever its size, and a started program moves only where engines can migrate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import insort
 
 from envclient.base.errors import InvariantError
 from rollout.policy.base import HIGH, LOW, PARKED, Policy
@@ -68,8 +68,9 @@ class ProgramAwarePolicy(Policy):
         job.context_tokens = job.group.prompt_tokens or round(self._prompt_tokens)
         self._paused[job.trajectory_id] = self._now
         if len(self._paused) == 1:
-            target = self._most_room(job, {name: self._room(name) for name in self._homes(job)})
-            if target is not None:
+            homes = [name for name in self._loads if self._may_go(job, name)]
+            target = max(homes, key=self._room, default=None)
+            if target is not None and self._required(job, target) <= self._room(target):
                 self._resume(job, target, "there is room, and nobody waits")
 
     def _started(self, job: Job) -> None:
@@ -133,11 +134,13 @@ class ProgramAwarePolicy(Policy):
             if need <= total:
                 chosen.append(job)
                 total -= need
+        ranking = sorted((-free, place, name) for place, (name, free) in enumerate(room.items()))
         for job in sorted(chosen, key=lambda job: -job.context_tokens):
-            target = self._most_room(job, {name: room[name] for name in self._homes(job)})
-            if target is not None:
-                room[target] -= self._required(job, target)
-                self._resume(job, target, f"{room[target]:.0f} tokens stay free")
+            best = next((item for item in ranking if self._may_go(job, item[2])), None)
+            if best is not None and (left := -best[0] - self._required(job, best[2])) >= 0:
+                ranking.remove(best)
+                insort(ranking, (-left, *best[1:]))
+                self._resume(job, best[2], f"{left:.0f} tokens stay free")
 
     def _pause_until_it_fits(self, name: str) -> None:
         load = self._loads[name]
@@ -221,17 +224,14 @@ class ProgramAwarePolicy(Policy):
         kinds = {Phase.READY: 0, Phase.NEW: 1, Phase.OPENING: 1, Phase.TOOL: 2}
         return (int(not job.group.promoted), kinds[job.phase], job.context_tokens)
 
-    def _homes(self, job: Job) -> Iterable[str]:
-        """Workers that the program can go to. Any, while it has not started; then only where engines migrate."""
-        fresh = job.phase is Phase.NEW
-        anywhere = self.settings.migration and (self.by_room if fresh else self.workers[job.worker].migration)
-        for name, worker in self.workers.items() if anywhere else [(job.worker, self.workers[job.worker])]:
-            if (fresh or worker.migration or name == job.worker) and self._can_open(job, name):
-                yield name
-
-    def _most_room(self, job: Job, room: dict[str, float]) -> str | None:
-        best = max(room, key=lambda name: room[name], default=None)
-        return best if best is not None and self._required(job, best) <= room[best] else None
+    def _may_go(self, job: Job, name: str) -> bool:
+        """Whether the worker can take the program. Any can that has a place, while it has not started; then only where
+        engines migrate."""
+        if name != job.worker:
+            migrate = self.workers[job.worker].migration and self.workers[name].migration
+            if not (self.settings.migration and (self.by_room if job.phase is Phase.NEW else migrate)):
+                return False
+        return self._can_open(job, name)
 
     def _can_open(self, job: Job, name: str) -> bool:
         """Whether a new program would find a place: paused ones keep theirs, so no more may be resumed than fit."""

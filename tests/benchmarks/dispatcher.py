@@ -60,7 +60,7 @@ MEASURED = tuple(name for name in POLICIES if name != "oracle")
 WORKERS = 64
 GROUP = 8
 PROMPT_TOKENS = 13_500
-KV_TOKENS = 12_000
+KV_TOKENS = 10_000
 """Of its worker's engine, for each open trajectory, without a host cache: about half of what they would hold."""
 EVENT_S = 5.0
 """Seconds between two events of a trajectory."""
@@ -75,11 +75,14 @@ class Pace:
 
     turns: int
     """Mean."""
+    output_tokens: int
+    """Mean of a turn."""
     observation_tokens: int
 
 
-REAL = Pace(turns=40, observation_tokens=500)
-FAST = Pace(turns=2, observation_tokens=14_000)
+REAL = Pace(turns=40, output_tokens=225, observation_tokens=500)
+FAST = Pace(turns=2, output_tokens=4_500, observation_tokens=10_000)
+"""As many tokens in fewer turns."""
 
 
 @dataclass(slots=True)
@@ -91,6 +94,7 @@ class Playing:
     version: int
     parked: bool
     turns: int = 0
+    output: int = 0
     context: int = PROMPT_TOKENS
     ready: bool = False
     """It wants a slot, or generates."""
@@ -198,8 +202,8 @@ class Steady:
         if job.ready:
             self.send(TurnReady(trajectory_id=job.name, turn=turn, context_tokens=job.context))
             return
-        output, context = self.random.randrange(50, 400), job.context
-        job.turns, job.context = turn, context + output + self.pace.observation_tokens
+        output, context = round(self.pace.output_tokens * self.random.uniform(0.25, 1.75)), job.context
+        job.turns, job.output, job.context = turn, job.output + output, context + output + self.pace.observation_tokens
         self.send(
             TurnEnded(
                 trajectory_id=job.name, turn=turn, context_tokens=context, output_tokens=output, version=self.version
@@ -217,7 +221,7 @@ class Steady:
                     reward=float(self.random.randrange(2)),
                     first_version=max(job.version, self.version - 1),
                     last_version=self.version,
-                    generated_tokens=250 * turn,
+                    generated_tokens=job.output,
                     turns=turn,
                 )
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout.dispatcher import Dispatcher, DispatcherConfig
+from rollout.policy.lengths import Lengths
 from rollout.types import (
     AnyCommand,
     AnyEvent,
@@ -34,13 +35,20 @@ class Bench:
     Args:
         capabilities: of every engine; default: none.
         kv_tokens: of every engine.
+        truth: lengths for the policy `oracle`.
         keys: the dispatcher's constants.
     """
 
     def __init__(
-        self, *, workers: int = 1, capabilities: Capabilities | None = None, kv_tokens: int = 0, **keys: Any
+        self,
+        *,
+        workers: int = 1,
+        capabilities: Capabilities | None = None,
+        kv_tokens: int = 0,
+        truth: Lengths | None = None,
+        **keys: Any,
     ) -> None:
-        self.dispatcher = Dispatcher(DispatcherConfig(workers=workers, **keys))
+        self.dispatcher = Dispatcher(DispatcherConfig(workers=workers, **keys), truth)
         self.capabilities = capabilities or Capabilities()
         self.kv_tokens = kv_tokens
         self.now = 0.0

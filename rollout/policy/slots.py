@@ -9,7 +9,7 @@ turn keeps its place. While paused nothing is started.
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from typing import Protocol
 
 from envclient.base.errors import ConfigError, InvariantError
@@ -60,7 +60,7 @@ class ActionSlots:
         self._paused = False
         self._arrivals = 0
         self._queue: list[tuple[Order, int, str]] = []
-        """Heap of (order, arrival, trajectory); an entry whose turn waits no more is stale and dropped when met."""
+        """(order, arrival, trajectory) of each waiting turn, ascending."""
         self._waiting: dict[str, tuple[Order, int]] = {}
         """Order and arrival of each waiting turn."""
         self._running: dict[str, int] = {}
@@ -85,8 +85,10 @@ class ActionSlots:
         return self._start()
 
     def trajectory_ended(self, trajectory_id: str) -> list[str]:
-        self._waiting.pop(trajectory_id, None)
-        self._running.pop(trajectory_id, None)
+        if trajectory_id in self._waiting:
+            self._dequeue(trajectory_id)
+        elif trajectory_id in self._running:
+            self._stop(trajectory_id)
         return self._start()
 
     def set_class(self, trajectory_id: str, priority: PriorityClass, rank: int) -> list[str]:
@@ -105,6 +107,8 @@ class ActionSlots:
     def check_invariants(self) -> None:
         self._expect(self.held <= self.slots, "policy", f"holds {self.held} slots of {self.slots}")
         self._expect(not self._waiting.keys() & self._running.keys(), "policy", "has a turn both waiting and running")
+        queued = {trajectory_id: (order, arrival) for order, arrival, trajectory_id in self._queue}
+        self._expect(queued == self._waiting, "policy", "has another queue than turns that wait")
         self._expect(self._paused or self._next() is None, "policy", "leaves a turn waiting that could run")
 
     def statistics(self) -> dict[str, int]:
@@ -120,8 +124,14 @@ class ActionSlots:
     def _enqueue(self, trajectory_id: str, arrival: int) -> list[str]:
         place = (self._order(trajectory_id), arrival)
         self._waiting[trajectory_id] = place
-        heapq.heappush(self._queue, (*place, trajectory_id))
+        insort(self._queue, (*place, trajectory_id))
         return self._start()
+
+    def _dequeue(self, trajectory_id: str) -> int:
+        """Its turn waits no more; its arrival."""
+        place = self._waiting.pop(trajectory_id)
+        del self._queue[bisect_left(self._queue, (*place, trajectory_id))]
+        return place[1]
 
     def _stop(self, trajectory_id: str) -> int:
         self._expect(trajectory_id in self._running, trajectory_id, "has no running turn")
@@ -129,19 +139,12 @@ class ActionSlots:
 
     def _next(self) -> str | None:
         """The turn to start now, if any."""
-        while self._queue:
-            order, arrival, trajectory_id = self._queue[0]
-            if self._waiting.get(trajectory_id) == (order, arrival):
-                return trajectory_id if self._may_run(trajectory_id) else None
-            heapq.heappop(self._queue)
-        return None
+        return self._queue[0][2] if self._queue and self._may_run(self._queue[0][2]) else None
 
     def _start(self) -> list[str]:
         started: list[str] = []
         while not self._paused and (trajectory_id := self._next()) is not None:
-            _, arrival, _ = heapq.heappop(self._queue)
-            del self._waiting[trajectory_id]
-            self._run(trajectory_id, arrival)
+            self._run(trajectory_id, self._dequeue(trajectory_id))
             started.append(trajectory_id)
         return started
 
@@ -188,7 +191,8 @@ class PrioritySlots(ActionSlots):
     """Slots by class (and rank): LOW runs only in slots that would otherwise be idle (paper §4.3).
 
     Of the running turns that may be preempted the one with the shortest context goes: its KV is the cheapest to make
-    again, and its tokens are kept in any case.
+    again, and its tokens are kept in any case. An event costs the look-up of a place in a sorted list, and one look at
+    each victim.
     """
 
     by_rank = False
@@ -201,6 +205,10 @@ class PrioritySlots(ActionSlots):
         """Arrival of waiting turns that are parked; they are in no queue."""
         self._work: dict[str, int] = {}
         """Context tokens of each turn that waits or runs."""
+        self._costs: dict[str, Order] = {}
+        """Of each running turn: the smaller, the sooner it is a victim."""
+        self._by_cost: list[tuple[Order, str]] = []
+        """The same, ascending."""
         self._victims: dict[str, bool] = {}
         """Running turns that give their slot up; whether that was told."""
 
@@ -214,7 +222,7 @@ class PrioritySlots(ActionSlots):
         return super().turn_ended(trajectory_id)
 
     def trajectory_ended(self, trajectory_id: str) -> list[str]:
-        for kept in (self._classes, self._parked, self._work, self._victims):
+        for kept in (self._classes, self._parked, self._work):
             kept.pop(trajectory_id, None)
         return super().trajectory_ended(trajectory_id)
 
@@ -222,9 +230,12 @@ class PrioritySlots(ActionSlots):
         self._classes[trajectory_id] = (priority, rank)
         arrival = self._parked.pop(trajectory_id, None)
         if arrival is None and trajectory_id in self._waiting:
-            arrival = self._waiting.pop(trajectory_id)[1]
+            arrival = self._dequeue(trajectory_id)
         if arrival is not None:
             return self._enqueue(trajectory_id, arrival)
+        if trajectory_id in self._running:
+            self._uncost(trajectory_id)
+            self._cost(trajectory_id)
         return self._start()  # a running turn's class decides whether it is a victim
 
     def take_victims(self) -> list[str]:
@@ -240,10 +251,12 @@ class PrioritySlots(ActionSlots):
         super().check_invariants()
         self._expect(self._victims.keys() <= self._running.keys(), "policy", "preempts a turn that does not run")
         self._expect(not self._parked.keys() & self._waiting.keys(), "policy", "has a parked turn in its queue")
-        best = self._next_order()
-        if not self._paused and best is not None and len(self._victims) == 0:
-            worse = [t for t in self._running if self._yields(t, best)]
-            self._expect(not worse, "policy", f"lets {worse} run before a turn of order {best}")
+        costs = {trajectory_id: cost for cost, trajectory_id in self._by_cost}
+        known = costs == self._costs and costs.keys() == self._running.keys()
+        self._expect(known, "policy", "has other costs than running turns")
+        if not self._paused and self._queue and not self._victims:
+            worse = [t for t in self._running if self._yields(t, self._queue[0][0])]
+            self._expect(not worse, "policy", f"lets {worse} run before a turn of order {self._queue[0][0]}")
 
     def _order(self, trajectory_id: str) -> Order:
         priority, rank = self._classes.get(trajectory_id, (PriorityClass.LOW, 0))
@@ -255,9 +268,15 @@ class PrioritySlots(ActionSlots):
             return self._start()
         return super()._enqueue(trajectory_id, arrival)
 
+    def _run(self, trajectory_id: str, arrival: int) -> None:
+        super()._run(trajectory_id, arrival)
+        self._cost(trajectory_id)
+
     def _stop(self, trajectory_id: str) -> int:
+        arrival = super()._stop(trajectory_id)
+        self._uncost(trajectory_id)
         self._victims.pop(trajectory_id, None)
-        return super()._stop(trajectory_id)
+        return arrival
 
     def _start(self) -> list[str]:
         started = super()._start()
@@ -265,32 +284,39 @@ class PrioritySlots(ActionSlots):
         return started
 
     def _choose_victims(self) -> None:
-        """As many as there are waiting turns that come before a running one, best of them first."""
-        if self._paused or not self._waiting:
-            self._victims = {t: told for t, told in self._victims.items() if told}
+        """As many as there are waiting turns that come before a running one, best of them first.
+
+        Those that were told make room for the first of the waiting turns. Whoever is the next victim yields to more
+        turns than any other running one: where it does not yield, nobody does.
+        """
+        self._victims = {t: told for t, told in self._victims.items() if told}
+        place = len(self._victims)
+        if self._paused or place >= len(self._queue):
             return
-        told = {t: True for t, was_told in self._victims.items() if was_told}
-        waiting = sorted(order for order, _ in self._waiting.values())
-        self._victims = told
-        for order in waiting[len(told) :]:
-            may = [t for t in self._running if t not in self._victims and self._yields(t, order)]
-            if not may:
+        for _, trajectory_id in self._by_cost:
+            if trajectory_id in self._victims:
+                continue
+            if place >= len(self._queue) or not self._yields(trajectory_id, self._queue[place][0]):
                 return
-            self._victims[min(may, key=self._cost)] = False
+            self._victims[trajectory_id] = False
+            place += 1
 
     def _yields(self, running: str, order: Order) -> bool:
         """Whether a running turn gives way to a waiting one of `order`."""
         mine = self._order(running)
         return mine > order if self.by_rank else mine[0] > order[0]
 
-    def _cost(self, running: str) -> tuple[int, ...]:
+    def _cost(self, running: str) -> None:
+        """Find the running turn's place among the victims to come."""
         first, rank = self._order(running)
-        if self.by_rank:
-            return (-first, -rank, self._work.get(running, 0), -self._running[running])
-        return (-first, self._work.get(running, 0), -self._running[running])
+        work = (self._work.get(running, 0), -self._running[running])
+        cost = (-first, -rank, *work) if self.by_rank else (-first, *work)
+        self._costs[running] = cost
+        insort(self._by_cost, (cost, running))
 
-    def _next_order(self) -> Order | None:
-        return min((order for order, _ in self._waiting.values()), default=None)
+    def _uncost(self, running: str) -> None:
+        """The place of before is no longer its own."""
+        del self._by_cost[bisect_left(self._by_cost, (self._costs.pop(running), running))]
 
 
 class RankSlots(PrioritySlots):

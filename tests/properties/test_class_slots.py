@@ -26,6 +26,7 @@ class ClassWorld(RuleBasedStateMachine):
         self.running: dict[str, int] = {}
         self.victims: set[str] = set()
         self.classes: dict[str, tuple[PriorityClass, int]] = {}
+        self.context: dict[str, int] = {}
         self.paused = False
 
     def order(self, trajectory: str) -> tuple[int, int]:
@@ -38,9 +39,28 @@ class ClassWorld(RuleBasedStateMachine):
             best = min(((*self.order(t), a) for t, a in self.waiting.items() if self.order(t)[0] < 2))
             assert (*self.order(trajectory), self.waiting[trajectory]) == best, "not by class, rank and arrival"
             self.running[trajectory] = self.waiting.pop(trajectory)
-        for victim in self.policy.take_victims():
-            assert victim in self.running and victim not in self.victims, "told twice"
-            self.victims.add(victim)
+        fresh = self.policy.take_victims()
+        assert fresh == self.victims_by_the_rule()
+        self.victims.update(fresh)
+
+    def victims_by_the_rule(self) -> list[str]:
+        """For each waiting turn that no victim makes room for yet, best first: the cheapest running one that yields."""
+        if self.paused:
+            return []
+        waiting = sorted(self.order(t) for t in self.waiting if self.order(t)[0] < 2)
+        fresh: list[str] = []
+        for order in waiting[len(self.victims) :]:
+            left = [t for t in self.running if t not in self.victims and t not in fresh]
+            may = [t for t in left if self.comes_before(order, self.order(t))]
+            if not may:
+                break
+            fresh.append(min(may, key=self.cost))
+        return fresh
+
+    def cost(self, running: str) -> tuple[int, ...]:
+        """The worst class (and rank) first, then the shortest context, then the latest arrival."""
+        first, rank = self.order(running)
+        return (-first, -rank if self.by_rank else 0, self.context[running], -self.running[running])
 
     @rule(context=st.integers(0, 99), known=st.booleans(), priority=st.sampled_from(list(FIRST)))
     def new_trajectory(self, context: int, known: bool, priority: PriorityClass) -> None:
@@ -50,6 +70,7 @@ class ClassWorld(RuleBasedStateMachine):
             self.after(self.policy.set_class(name, priority, 0))
         self.count += 1
         self.waiting[name] = self.count
+        self.context[name] = context
         self.after(self.policy.turn_ready(name, context))
 
     @precondition(lambda self: self.waiting or self.running)

@@ -107,6 +107,13 @@ def read_rows(path: Path) -> list[Row]:
     return [msgspec.convert(row, Row) for row in read_jsonl(path)] if path.is_file() else []
 
 
+def _cut_torn_line(path: Path) -> None:
+    """What follows a line that a kill left half written would never be read."""
+    if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
 def make_missing(
     path: Path,
     wanted: Sequence[Run],
@@ -128,6 +135,7 @@ def make_missing(
         return 0
     began = time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
+    _cut_torn_line(path)
     left, made = list(reversed(missing)), 0
     context = multiprocessing.get_context("spawn")
     with path.open("ab") as file, ProcessPoolExecutor(processes, mp_context=context) as pool:

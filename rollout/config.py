@@ -138,7 +138,7 @@ class PolicyConfig:
     hysteresis: float = 0.95
     """0 to 1: a group replaces a critical one only if its F_g is below this share of the other's."""
     tool_time: bool = False
-    """F_g in seconds with the tool time of the turns still expected, instead of tokens still expected."""
+    """F_g with the tool time of the turns still expected, as tokens that could be generated meanwhile."""
     priority: bool = True
     """paper: critical groups are HIGH and preempt others' slots (off: slots as in `action`)."""
     residency: bool = True

@@ -10,6 +10,7 @@ the loaded model is version 0, and step s (from 1) makes version s out of groups
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -205,6 +206,8 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     """(prompt_id, task_id), sampled anew before any new prompt."""
     next_attempt: int = 0
     """Attempt number for groups made from now on: greater than any used before, so that ids never repeat."""
+    constants: dict[str, Any] = {}
+    """The dispatcher's constants from here on, for the replay (`DispatcherConfig.recorded`). Empty in older files."""
 
 
 class WorkerJoined(Event, frozen=True, kw_only=True, tag="worker_joined"):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 from omegaconf import OmegaConf
 
@@ -96,7 +97,8 @@ def open_run(run_dir: Path, resume_step: int) -> tuple[Service, RunStarted]:
     if resume_step < 0 and (run_dir / "ledger.sqlite").exists():
         raise ConfigError(f"{run_dir} already holds a run", "use run.resume=auto or overwrite")
     ledger = Ledger(run_dir / "ledger.sqlite", RunKey(seed=run.seed, tasks=source.digest), secrets.token_hex(4))
-    started = ledger.resume(max(0, resume_step))
+    constants = DispatcherConfig.from_config(config, steps=run.steps)
+    started = msgspec.structs.replace(ledger.resume(max(0, resume_step)), constants=constants.recorded())
     events, following = open_events(run_dir / "events.jsonl")
     wandb_run = None
     if run.wandb:
@@ -110,7 +112,7 @@ def open_run(run_dir: Path, resume_step: int) -> tuple[Service, RunStarted]:
         wandb_run=wandb_run,
     )
     shell = Shell(
-        dispatcher=Dispatcher(DispatcherConfig.from_config(config, steps=run.steps)),
+        dispatcher=Dispatcher(constants),
         ledger=ledger,
         source=source,
         tracker=tracker,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from envclient.base.errors import ConfigError
 from rollout.policy.advantages import AdvantageRule
@@ -82,6 +84,23 @@ class DispatcherConfig(Record, frozen=True):
             steps=steps,
             policy=PolicySettings.from_config(rollout.policy),
         )
+
+    def recorded(self) -> dict[str, Any]:
+        """The constants as RunStarted carries them: plain values, by the names of the fields."""
+        constants: dict[str, Any] = msgspec.to_builtins(self)
+        return constants
+
+    @classmethod
+    def from_recorded(cls, constants: dict[str, Any]) -> DispatcherConfig:
+        """The inverse of `recorded`.
+
+        Raises:
+            ConfigError: constants of another version.
+        """
+        try:
+            return msgspec.convert(constants, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"run_started: constants: {error}", "was it written by this version?") from None
 
     @property
     def policy_limits(self) -> PolicyLimits:

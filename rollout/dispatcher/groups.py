@@ -69,7 +69,7 @@ class Groups:
         self._gate.held += 1
         self._admitted += 1
         group_id = f"{prompt_id}.{attempt}"
-        jobs = JobGroup(order=self._admitted, group_id=group_id)
+        jobs = JobGroup(order=self._admitted, group_id=group_id, admitted=self.version)
         group = Group(order=self._admitted, group_id=group_id, prompt_id=prompt_id, task_id=task_id, jobs=jobs)
         size = self._config.group_size
         group.slots = [None] * size
@@ -266,10 +266,13 @@ class Groups:
         self._policy.age(group.jobs, oldest)
 
     def promote(self, version: int) -> None:
-        """`version` is current: groups for which it is the last valid one are promoted."""
+        """`version` is current: groups for which it is the last valid one are promoted, and overdue ones."""
         self.version = self._policy.version = version
         for group in self._ages.until(version - self._config.max_version_span + 1):
             self._policy.age(group.jobs, group.oldest)
+        for group in self.live.values():
+            if group.oldest is None and group.state is GroupState.GENERATING:
+                self._policy.age(group.jobs, None)
 
     def audit(self) -> None:
         """Recount. Raises InvariantError."""

@@ -14,6 +14,17 @@ What the shell around it must know:
 * Finite source: once it is exhausted and nothing is in flight, the last batch closes short; a request after that is
   answered by a CloseBatch of 0 groups, and StopRun with an empty cause is emitted once. Syncs and evaluations work
   even after that. After a StopRun with a cause every event is ignored.
+
+Nobody starves, whatever the policy and however unfair the world (S = max_version_span, G = groups that the gate
+allows, K = their size, M = max_trajectories, R = max_resamples):
+* A trajectory that starts under version v ends, or is aborted with a cause, before a worker samples under version
+  v + S; also `deadline_s` after its start at the latest, time in the car park not counted. Aborted ones are reported
+  within `abort_grace_s`, or the run stops with a cause.
+* A member is sampled at most 1 + R times, lost workers not counted; then its group is shrunk or closed with a cause.
+* A group admitted under version v has started before version v + 2·S + S · ceil(G·K·(1 + R) / M): after 2·S it is
+  overdue and comes before all others that have not started, and all M places of a worker change hands within S
+  versions. Lost workers, evaluations and unreported aborts hold that up. Policies that promote nobody (`program_aware`,
+  as published) bound the wait in seconds: `longest_wait_s`.
 """
 
 from __future__ import annotations

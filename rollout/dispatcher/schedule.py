@@ -50,11 +50,15 @@ class Schedule:
 
     def run(self, out: list[AnyCommand]) -> None:
         """Let the policy decide, tell the workers, and start what may start; starts may change the policy's mind."""
+        started: list[Episode] = []
         while True:
-            self._tell(self._policy.decide(self._pool.now), out)
+            changed = self._policy.decide(self._pool.now)
+            # What was told at a start may have been a passing thought: the policy compares with its last decision only.
+            self._tell(changed + [e.job for e in started if e.job is not None and self._misled(e)], out)
             if self._policy.moves:
                 self._move(out)
-            if not self._start(out):
+            started = self._start(out)
+            if not started:
                 return
 
     def _tell(self, jobs: list[Job], out: list[AnyCommand]) -> None:
@@ -64,7 +68,7 @@ class Schedule:
             episode = self._pool.episodes[job.trajectory_id]
             if episode.state is EpisodeState.WAITING:
                 self._pool.requeue(episode)
-            elif episode.told != (job.priority, job.rank) and self._obeys(episode):
+            elif self._misled(episode):
                 parked = job.priority is PriorityClass.PARKED
                 if parked is not (episode.told[0] is PriorityClass.PARKED):
                     self._pool.parked(episode, parked)
@@ -80,24 +84,29 @@ class Schedule:
                     )
                 )
 
+    def _misled(self, episode: Episode) -> bool:
+        """Whether its worker knows another class or rank than the policy's."""
+        job = episode.job
+        return job is not None and episode.told != (job.priority, job.rank) and self._obeys(episode)
+
     def _obeys(self, episode: Episode) -> bool:
         return self._pool.workers[episode.worker].capabilities.priority
 
-    def _start(self, out: list[AnyCommand]) -> bool:
-        """Start queued trajectories; evaluations also while a sync waits for them. Whether there were any."""
-        any_started = False
+    def _start(self, out: list[AnyCommand]) -> list[Episode]:
+        """Start queued trajectories, and return them; evaluations also while a sync waits for them."""
+        started: list[Episode] = []
         for episode in self._pool.startable(
             train=not self._sync.active, evaluate=self._sync.state in (SyncState.IDLE, SyncState.DUE)
         ):
-            any_started = True
+            started.append(episode)
             episode.version = self._groups.version
             owner = episode.owner
-            self._pool.open(episode, self._config.deadline_s)
             priority, rank, cause = PriorityClass.HIGH, 0, ""  # an evaluation: a sync may be waiting for it
+            if (job := episode.job) is not None:
+                priority, rank, cause = job.priority, job.rank, job.cause
+            self._pool.open(episode, self._config.deadline_s)
             if isinstance(owner, Group):
                 self._groups.age(owner)
-                assert episode.job is not None
-                priority, rank, cause = episode.job.priority, episode.job.rank, episode.job.cause
             if not self._obeys(episode):
                 priority, rank, cause = PriorityClass.LOW, 0, ""
             episode.told = (priority, rank)
@@ -113,7 +122,7 @@ class Schedule:
                     cause=cause,
                 )
             )
-        return any_started
+        return started
 
     def _move(self, out: list[AnyCommand]) -> None:
         """Jobs go to other workers: those that wait by a new place in a queue, pending turns by a command.

@@ -14,7 +14,7 @@ from typing import ClassVar
 from rollout.policy.jobs import Job, JobGroup, Move, Phase, WorkerView
 from rollout.policy.lengths import Lengths
 from rollout.policy.settings import PolicyLimits, PolicySettings
-from rollout.policy.staleness import is_promoted
+from rollout.policy.staleness import is_overdue, is_promoted
 from rollout.types import PriorityClass
 
 HIGH, LOW, PARKED = PriorityClass.HIGH, PriorityClass.LOW, PriorityClass.PARKED
@@ -34,7 +34,7 @@ class Policy:
     wants_turns: ClassVar[bool] = False
     """Whether TurnReady must be reported, and turns are followed at all."""
     promotes: ClassVar[bool] = True
-    """Whether a group at its last valid version comes before all others."""
+    """Whether a group at its last valid version, or one passed over for too long, comes before all others."""
 
     def __init__(self, settings: PolicySettings, limits: PolicyLimits, lengths: Lengths) -> None:
         self.settings = settings
@@ -152,7 +152,10 @@ class Policy:
         """Oldest version of the group, or the current version, changed."""
         group.oldest = oldest
         span = self.limits.max_version_span
-        promoted = self.promotes and oldest is not None and is_promoted(oldest, self.version, span)
+        if oldest is None:
+            promoted = self.promotes and is_overdue(group.admitted, self.version, span)
+        else:
+            promoted = self.promotes and is_promoted(oldest, self.version, span)
         if promoted is not group.promoted:
             group.promoted = promoted
             self._changed_group(group)
@@ -185,7 +188,7 @@ class Policy:
     def _classify(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             if job.group.promoted:
-                self._set(job, HIGH, cause=f"promoted: begun under version {job.group.oldest}")
+                self._set(job, HIGH, cause=job.group.why_promoted)
             else:
                 self._set(job, LOW, cause="no longer promoted")
 

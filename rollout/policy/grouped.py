@@ -17,6 +17,10 @@ _RENEW_FACTOR = 1.5
 class GroupedPolicy(Policy):
     """F_g = max over a group's unfinished trajectories of n̂, or its place in the order of admission.
 
+    With `tool_time` the tools of the turns still expected count too, as the tokens that could be generated meanwhile:
+    the paper's n̂ · time_per_token + expected remaining turns · tool time, divided by time_per_token. All F_g are made
+    with one and the same of these exchange rates, else a change of the running means would reorder groups. [R]
+
     Subclasses say in `_regard` what follows for the jobs of a group whose standing changed.
     """
 
@@ -32,6 +36,8 @@ class GroupedPolicy(Policy):
         self._unsettled = False
         self._renewed = 0
         """Samples that the estimates of jobs that have not started rest on, at least."""
+        self._tool_tokens = 0.0
+        """Tokens that could be generated while a tool runs, as all F_g are made with."""
         self.prompt_tokens = 0.0
         """Of a group's first context; a running mean."""
 
@@ -41,19 +47,24 @@ class GroupedPolicy(Policy):
     def why(self, group: JobGroup) -> str:
         """The reason of a group's standing, for people."""
         if group.promoted:
-            return f"promoted: begun under version {group.oldest}"
+            return group.why_promoted
         standing = "critical" if group in self.critical else "not critical"
         if self.by_admission:
             return f"{standing}: group {group.order} in the order of admission"
         return f"{standing}: F = {group.remaining:.0f}"
 
     def tick(self, now: float) -> None:
-        """Jobs that wait have no turns that would renew their estimates: now and then all are, log-many times."""
-        if self.lengths.samples >= _RENEW_FACTOR * self._renewed + _RENEW_FIRST:
+        """Jobs that wait have no turns that would renew their estimates: now and then all are, log-many times.
+
+        So are all F_g when the time of tools has become another one.
+        """
+        measured = self.lengths.samples >= _RENEW_FACTOR * self._renewed + _RENEW_FIRST
+        if measured:
             self._renewed = self.lengths.samples
             for job in self.jobs.values():
                 if job.phase is Phase.NEW:
                     self._estimate(job)
+        if self._exchange() or measured:
             for group in {job.group.order: job.group for job in self.jobs.values()}.values():
                 self._reckon(group)
                 self._regard(group)
@@ -93,8 +104,8 @@ class GroupedPolicy(Policy):
         if self.by_admission:
             group.remaining = float(group.order)
         else:
-            tokens = max(job.expected_tokens for job in group.jobs.values())
-            group.remaining = self._seconds(tokens) if self.settings.tool_time else tokens
+            left = self._with_tools if self.settings.tool_time else _tokens
+            group.remaining = max(map(left, group.jobs.values()))
         if group.promoted:
             self.critical.drop(group)
             self._promoted.add(group.order)
@@ -103,10 +114,20 @@ class GroupedPolicy(Policy):
             self._promoted.discard(group.order)
             self._unsettled |= self.critical.put(group, group.remaining)
 
-    def _seconds(self, tokens: float) -> float:
-        """n̂ · time per token + expected remaining turns · tool time."""
-        turns = tokens / self.turn_tokens if self.turn_tokens >= 1 else 0.0
-        return tokens * max(self.token_s, 1e-6) + turns * self.tool_s
+    def _exchange(self) -> bool:
+        """Follow the running means when they have moved far. Whether they had."""
+        if not self.settings.tool_time or self.by_admission or self.token_s <= 0:
+            return False
+        tokens = self.tool_s / self.token_s
+        if self._tool_tokens / _RENEW_FACTOR <= tokens <= self._tool_tokens * _RENEW_FACTOR:
+            return False
+        self._tool_tokens = tokens
+        return True
+
+    def _with_tools(self, job: Job) -> float:
+        """n̂ + expected remaining turns · `_tool_tokens`; a turn is as long as its own, drawn to the mean of all."""
+        turn_tokens = (job.output_tokens + self.turn_tokens) / (job.turns + 1)
+        return job.expected_tokens + job.expected_tokens / max(1.0, turn_tokens) * self._tool_tokens
 
     def _decide(self, now: float) -> None:
         wanted = max(0, self.places - len(self._promoted))
@@ -125,6 +146,10 @@ class GroupedPolicy(Policy):
 
     def check_invariants(self) -> None:
         self.critical.check_invariants()
+
+
+def _tokens(job: Job) -> float:
+    return job.expected_tokens
 
 
 def bucket(value: float, ratio: float) -> int:

@@ -33,6 +33,8 @@ class JobGroup:
     order: int
     """Place in the order of admission."""
     group_id: str
+    admitted: int = 0
+    """Weight version at its admission."""
     oldest: int | None = None
     """Oldest weight version one of its trajectories began under; None before the first start."""
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -42,9 +44,15 @@ class JobGroup:
     prompt_tokens: int = 0
     """Known from the first turn on; shared by all its jobs, so counted once on a worker."""
     promoted: bool = False
-    """At its last valid weight version."""
+    """At its last valid weight version, or not started for too long."""
     remaining: float = 0.0
-    """F_g in tokens (or seconds, with `tool_time`), or its order of admission."""
+    """F_g in tokens (with `tool_time` those that could be generated while tools run too), or its order of admission."""
+
+    @property
+    def why_promoted(self) -> str:
+        """The reason, for people."""
+        since = f"admitted under version {self.admitted}, not started" if self.oldest is None else ""
+        return f"promoted: {since or f'begun under version {self.oldest}'}"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -127,8 +127,9 @@ class _Regression:
         self._covariance = [[_PRIOR_VARIANCE if i == j else 0.0 for j in range(FEATURES)] for i in range(FEATURES)]
 
     def predict(self, x: list[float]) -> tuple[float, float]:
-        first, second = (min(_LOG_MOST, sum(a * b for a, b in zip(w, x, strict=True))) for w in self._weights)
-        return first, second
+        a, b, c, d, e, f = x  # at every turn's end: a loop takes three times as long
+        tokens, growth = (w[0] * a + w[1] * b + w[2] * c + w[3] * d + w[4] * e + w[5] * f for w in self._weights)
+        return min(_LOG_MOST, tokens), min(_LOG_MOST, growth)
 
     def learn(self, x: list[float], targets: tuple[float, float]) -> None:
         covariance = self._covariance

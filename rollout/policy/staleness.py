@@ -24,6 +24,15 @@ def is_stale(oldest_version: int, version: int, max_span: int) -> bool:
     return version - oldest_version + 1 > max_span
 
 
+def is_overdue(admitted_version: int, version: int, max_span: int) -> bool:
+    """Whether a group of which nothing has started was passed over so long that it comes before all others. [R]
+
+    The paper promotes by the age of tokens: a group that is never started has none, and an order by length would pass
+    it over for ever.
+    """
+    return version - admitted_version >= 2 * max_span
+
+
 def leaves_room_for_older(
     oldest_version: int, older: Iterable[tuple[int, int]], *, free: int, step: int, batch: int, max_span: int
 ) -> bool:

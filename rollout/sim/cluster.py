@@ -105,7 +105,7 @@ class Cluster:
 
     def run(self) -> Result:
         """Raises: InvariantError: a broken promise, a deadlock, or a run that the dispatcher stopped."""
-        self.send(RunStarted(version=0))
+        self.send(RunStarted(version=0, constants=self.dispatcher.config.recorded()))
         for number in range(self.config.workers):
             self._join(f"w{number}")
         self.trainer.begin()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from rollout.config import RolloutConfig
 from rollout.dispatcher import DispatcherConfig
 from rollout.policy.registry import POLICIES, policy_class
 from rollout.policy.settings import PolicySettings
@@ -43,22 +46,11 @@ def whole_policy(config: SimConfig) -> WholePolicy:
 
 def dispatcher_config(config: SimConfig) -> DispatcherConfig:
     """The live dispatcher's constants. Raises: ConfigError: a value that cannot work."""
-    group = config.group
-    in_flight = int(group.async_factor * group.batch + 1e-9) * group.size
-    return DispatcherConfig(
-        group_size=group.size,
-        batch=group.batch,
-        async_factor=group.async_factor,
-        max_version_span=group.max_version_span,
-        include_promoted=group.include_promoted,
-        filter_zero_variance=group.filter_zero_variance,
-        max_refills=group.max_refills,
-        max_resamples=group.max_resamples,
-        on_lost_member=group.on_lost_member,
-        deadline_s=group.deadline_s,
-        train_truncated=group.train_truncated,
-        workers=config.workers,
-        max_trajectories=config.max_trajectories or max(1, in_flight),
-        steps=config.steps,
-        policy=PolicySettings.from_config(config.policy),
-    )
+    rollout = RolloutConfig(group=config.group, policy=config.policy)
+    rollout.worker.count = config.workers
+    rollout.worker.max_trajectories = config.max_trajectories or 1
+    constants = DispatcherConfig.from_config(rollout, steps=config.steps)
+    if config.max_trajectories:
+        return constants
+    in_flight = constants.gate_groups * constants.group_size
+    return msgspec.structs.replace(constants, max_trajectories=max(1, in_flight))

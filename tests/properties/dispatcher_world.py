@@ -6,6 +6,8 @@ Reports of a worker travel in order, but arrive when the test says so: ends and 
 
 from __future__ import annotations
 
+import math
+
 from rollout.dispatcher import Dispatcher
 from rollout.types import (
     Capabilities,
@@ -62,7 +64,9 @@ class World(CheckedWorld):
             return
         worker = self.workers.pop(names[choice % len(names)])
         self.departed.extend(event for event in worker.outbox if isinstance(event, TrajectoryEnded))
+        self.begun = {t: v for t, v in self.begun.items() if self.located.get(t) != worker.name}
         self.located = {t: name for t, name in self.located.items() if name != worker.name}
+        self.held_up.update(dict.fromkeys(self.workers, self.dispatcher.version))
         self.acknowledge(worker.name)
         self.send(WorkerLost(worker=worker.name, cause="killed by the test"))
         assert not self.stop_cause or "no other one can take over" in self.stop_cause
@@ -93,7 +97,13 @@ class World(CheckedWorld):
         return True
 
     def playable(self) -> list[tuple[Worker, Episode]]:
-        return [(worker, episode) for worker in self.workers.values() for episode in worker.open.values()]
+        """Open trajectories that are not stuck in their tool; an abort ends also those."""
+        return [
+            (worker, episode)
+            for worker in self.workers.values()
+            for episode in worker.open.values()
+            if episode.abort is not None or not self.stuck(episode.trajectory_id)
+        ]
 
     def sample(self, choice: int) -> None:
         """A trajectory that is not parked goes on: it wants a turn, or generates it under its worker's weights."""
@@ -120,22 +130,24 @@ class World(CheckedWorld):
                 trajectory_id=episode.trajectory_id,
                 turn=episode.turns,
                 context_tokens=episode.context,
-                output_tokens=3,
+                output_tokens=self.turn_tokens,
                 version=worker.version,
             )
         )
         episode.context += 5
 
     def generate(self, worker: Worker, episode: Episode) -> None:
-        episode.first = worker.version if episode.first < 0 else episode.first
-        episode.last = worker.version
-        episode.tokens += 3
+        if self.turn_tokens:
+            episode.first = worker.version if episode.first < 0 else episode.first
+            episode.last = worker.version
+            episode.tokens += self.turn_tokens
 
     def end(self, choice: int, status: TrajectoryStatus, reward: float | None, *, parked: bool = True) -> bool:
         """A trajectory ends (reward None: unlike its neighbour's); on a paused worker only what has generated.
 
         A negative choice ends the one that started last, and starves the others. A parked one can end by its tool,
-        unless `parked` is False: then nothing happens.
+        unless `parked` is False: then nothing happens. One that is TRUNCATED by an even choice before it has generated
+        had a prompt that fills the context.
         """
         playing = self.playable()
         if choice < 0:
@@ -147,10 +159,27 @@ class World(CheckedWorld):
             return False
         if episode.abort is not None:
             status = episode.abort if status is not TrajectoryStatus.FINISHED or episode.tokens == 0 else status
-        elif status in SCORED and episode.tokens == 0:
+        elif status in SCORED and episode.tokens == 0 and (status is TrajectoryStatus.FINISHED or choice % 2):
             if worker.paused or self.parked(episode):
                 return False
             self.generate(worker, episode)
+        self.report(worker, episode, status, reward)
+        return True
+
+    def finish(self, trajectory: str, status: TrajectoryStatus, *, generate: bool = True) -> None:
+        """A certain trajectory ends, unless it is parked or its worker paused; an aborted one as it was asked to."""
+        for worker, episode in self.playable():
+            if episode.trajectory_id != trajectory:
+                continue
+            if episode.abort is not None:
+                self.report(worker, episode, episode.abort, None)
+            elif not worker.paused and not self.parked(episode):
+                if generate:
+                    self.generate(worker, episode)
+                self.report(worker, episode, status, None)
+
+    def report(self, worker: Worker, episode: Episode, status: TrajectoryStatus, reward: float | None) -> None:
+        """The end goes into the worker's outbox (reward None: unlike its neighbour's)."""
         del worker.open[episode.trajectory_id]
         worker.outbox.append(
             TrajectoryEnded(
@@ -165,7 +194,6 @@ class World(CheckedWorld):
                 cause="the test said so" if status is TrajectoryStatus.FAILED else "",
             )
         )
-        return True
 
     def deliver_report(self, choice: int) -> bool:
         boxes = [worker.outbox for worker in self.workers.values() if worker.outbox]
@@ -252,6 +280,7 @@ class World(CheckedWorld):
             self.join()
         goal = self.steps_done + steps
         turn = idle = 0
+        patience = 2 + math.ceil(self.config.deadline_s / 5.0)  # until stuck trajectories are aborted
         while self.steps_done < goal and self.stop_cause is None:
             moved = False
             while self.deliver_prompt():
@@ -268,10 +297,13 @@ class World(CheckedWorld):
                     moved |= self.replica(index)
             moved |= self.actor()
             idle = 0 if moved else idle + 1
-            if idle in (1, 2):  # some policies decide at intervals only
+            if idle and (idle <= 2 or (self.waits_for_deadline() and idle <= patience)):  # some decide at intervals
                 self.tick(5.0)
                 continue
             assert moved, f"deadlock: phase {self.phase}, {self.dispatcher.statistics()}, {self.dispatcher.counts()}"
+
+    def waits_for_deadline(self) -> bool:
+        return any(self.stuck(name) for worker in self.workers.values() for name in worker.open)
 
     def check_end(self) -> None:
         """No tokens are kept for nothing, and the same events give the same commands."""

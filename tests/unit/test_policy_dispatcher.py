@@ -11,8 +11,6 @@ from rollout.config import RolloutConfig
 from rollout.dispatcher import Dispatcher, DispatcherConfig
 from rollout.types import (
     AbortTrajectory,
-    AnyCommand,
-    AnyEvent,
     Capabilities,
     CloseBatch,
     ClosePrompt,
@@ -22,12 +20,9 @@ from rollout.types import (
     FetchPrompts,
     FinishEval,
     GrantSync,
-    GroupAcknowledged,
-    GroupRequested,
     PauseWorker,
     PriorityClass,
     PromptStatus,
-    PromptSubmitted,
     ResumeWorker,
     RunStarted,
     SealGroup,
@@ -39,7 +34,6 @@ from rollout.types import (
     SyncFinished,
     SyncRequested,
     Tick,
-    TrajectoryEnded,
     TrajectoryStatus,
     TurnEnded,
     WeightsAcknowledged,
@@ -47,91 +41,7 @@ from rollout.types import (
     WorkerLost,
     WorkerPaused,
 )
-
-
-class Bench:
-    """A dispatcher with one or more workers, and short names for its events."""
-
-    def __init__(self, *, workers: int = 1, priority: bool = False, **keys: Any) -> None:
-        self.dispatcher = Dispatcher(DispatcherConfig(workers=workers, **keys))
-        self.now = 0.0
-        self.prompts = 0
-        self.send(RunStarted(version=0))
-        self.first: list[AnyCommand] = []
-        for index in range(workers):
-            self.first = self.join(f"w{index}", priority=priority)
-
-    def send(self, event: AnyEvent) -> list[AnyCommand]:
-        commands = self.dispatcher.handle(event, self.now)
-        self.dispatcher.audit()
-        return commands
-
-    def join(self, name: str, *, version: int = 0, priority: bool = False) -> list[AnyCommand]:
-        capabilities = Capabilities(priority=priority)
-        return self.send(WorkerJoined(worker=name, slots=8, version=version, capabilities=capabilities))
-
-    def prompt(self) -> list[AnyCommand]:
-        self.prompts += 1
-        name = f"p{self.prompts - 1}"
-        return self.send(PromptSubmitted(prompt_id=name, task_id=f"t-{name}", epoch=0))
-
-    def end(
-        self,
-        trajectory: str,
-        reward: float = 0.0,
-        status: TrajectoryStatus = TrajectoryStatus.FINISHED,
-        versions: tuple[int, int] = (0, 0),
-        worker: str = "w0",
-    ) -> list[AnyCommand]:
-        return self.send(
-            TrajectoryEnded(
-                trajectory_id=trajectory,
-                worker=worker,
-                status=status,
-                reward=reward,
-                first_version=versions[0],
-                last_version=versions[1],
-                generated_tokens=5,
-                turns=1,
-                cause="broken" if status is TrajectoryStatus.FAILED else "",
-            )
-        )
-
-    def ask(self, step: int = 1, replica: int = 0) -> list[AnyCommand]:
-        return self.send(GroupRequested(step=step, replica=replica))
-
-    def acknowledge(self, group: str, step: int = 1, replica: int = 0) -> list[AnyCommand]:
-        return self.send(GroupAcknowledged(step=step, replica=replica, group_id=group, tokens=10))
-
-    def sync(self, version: int, workers: tuple[str, ...] = ("w0",)) -> list[AnyCommand]:
-        out = self.send(SyncRequested(version=version))
-        for worker in workers:
-            out += self.send(WorkerPaused(worker=worker, version=version))
-        out += self.send(SyncFinished(version=version))
-        for worker in workers:
-            out += self.send(WeightsAcknowledged(worker=worker, version=version))
-        return out
-
-    def train(self, group: str, step: int) -> list[AnyCommand]:
-        """Hand out a ready group as the whole batch of `step` (B = 1), and sync."""
-        assert kinds(self.ask(step)) == [DeliverGroup]
-        self.acknowledge(group, step)
-        assert kinds(self.ask(step)) == [CloseBatch]
-        return self.send(StepFinished(step=step)) + self.sync(step)
-
-
-def kinds(commands: list[AnyCommand]) -> list[type]:
-    return [type(command) for command in commands]
-
-
-def started(commands: list[AnyCommand]) -> list[str]:
-    return [command.trajectory_id for command in commands if isinstance(command, StartTrajectory)]
-
-
-def only(commands: list[AnyCommand], kind: type) -> Any:
-    found = [command for command in commands if isinstance(command, kind)]
-    assert len(found) == 1, commands
-    return found[0]
+from tests.unit.dispatcher_kit import Bench, kinds, only, started
 
 
 def test_fetches_as_many_prompts_as_the_gate_has_credits() -> None:
@@ -300,7 +210,7 @@ def test_a_fresh_group_waits_for_the_promoted_one() -> None:
 
 def test_classes_are_sent_only_to_engines_with_priorities_and_when_they_change() -> None:
     for priority in (True, False):
-        bench = Bench(batch=1, group_size=1, async_factor=2.0, max_version_span=2, priority=priority)
+        bench = Bench(batch=1, group_size=1, async_factor=2.0, capabilities=Capabilities(priority=priority))
         bench.prompt()
         bench.prompt()
         bench.end("p0.0.0.0")

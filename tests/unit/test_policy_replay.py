@@ -10,11 +10,14 @@ import msgspec
 import pytest
 
 from envclient.base.configs import to_yaml
+from envclient.base.errors import ConfigError
 from rollout.config import FactoryConfig, RolloutConfig, RunConfig
 from rollout.dispatcher import DispatcherConfig
 from rollout.replay import first_difference, read_rows
-from rollout.types import EventRow, FetchPrompts
+from rollout.sim.cluster import Cluster
+from rollout.types import EventRow, FetchPrompts, RunStarted
 from tests.properties.dispatcher_world import World
+from tests.sim.kit import small
 
 
 @pytest.fixture
@@ -32,12 +35,16 @@ def run_dir(tmp_path: Path) -> Path:
         world.drain(3)
         for event, now, commands in world.log:
             rows.append(EventRow(seq=len(rows), now=now, event=event, commands=commands))
-    (tmp_path / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    write(tmp_path / "events.jsonl", rows)
     return tmp_path
 
 
 def _indent(text: str) -> str:
     return "".join(f"  {line}\n" for line in text.splitlines())
+
+
+def write(path: Path, rows: list[EventRow]) -> None:
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def replay(run_dir: Path) -> subprocess.CompletedProcess[str]:
@@ -56,7 +63,7 @@ def test_the_first_difference_is_reported(run_dir: Path) -> None:
     place = next(i for i, row in enumerate(rows) if i > 20 and row.commands)
     rows[place] = msgspec.structs.replace(rows[place], commands=[FetchPrompts(count=99)])
     path = run_dir / "events.jsonl"
-    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    write(path, rows)
     done = replay(run_dir)
     assert done.returncode == 1
     assert f"{place} rows agree; row {rows[place].seq} differs" in done.stdout
@@ -66,8 +73,40 @@ def test_the_first_difference_is_reported(run_dir: Path) -> None:
 
 def test_another_config_decides_otherwise(run_dir: Path) -> None:
     rows = read_rows(run_dir / "events.jsonl")
-    _, difference = first_difference(rows, DispatcherConfig(batch=1, group_size=2))
+    _, difference = first_difference(rows, lambda: DispatcherConfig(batch=1, group_size=2))
     assert difference is not None
+
+
+def test_each_start_is_derived_under_the_constants_that_it_recorded(tmp_path: Path) -> None:
+    """A key changed with the resume, and no config.yaml is needed; the first start's rows do not fit the second's."""
+    rows: list[EventRow] = []
+    configs = [DispatcherConfig(batch=2, group_size=2), DispatcherConfig(batch=3, group_size=2, async_factor=2.0)]
+    for config, resume_step in zip(configs, (0, 2), strict=True):
+        world = World(config, resume_step=resume_step)
+        world.drain(2)
+        for event, now, commands in world.log:
+            if isinstance(event, RunStarted):
+                event = msgspec.structs.replace(event, constants=config.recorded())
+            rows.append(EventRow(seq=len(rows), now=now, event=event, commands=commands))
+    write(tmp_path / "events.jsonl", rows)
+    done = replay(tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{len(rows)} rows: every decision is derived again\n"), done.stderr
+    start = rows[0].event
+    assert isinstance(start, RunStarted)
+    rows[0] = msgspec.structs.replace(rows[0], event=msgspec.structs.replace(start, constants=configs[1].recorded()))
+    assert first_difference(rows, DispatcherConfig)[1] is not None
+
+
+def test_a_simulated_run_is_derived_again_without_a_config() -> None:
+    rows: list[EventRow] = []
+    Cluster(small("policy.name=venus", "steps=2", "skip_steps=0"), record=rows.append).run()
+    wire = [msgspec.json.decode(msgspec.json.encode(row), type=EventRow) for row in rows]
+    assert first_difference(wire, lambda: pytest.fail("no constants")) == (len(rows), None)
+
+
+def test_constants_of_another_version_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"constants: .*colour"):
+        DispatcherConfig.from_recorded({"colour": 1})
 
 
 def test_a_line_cut_by_a_kill_is_left_out(run_dir: Path) -> None:

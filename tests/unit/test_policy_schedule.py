@@ -2,64 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pytest
 
-from rollout.dispatcher import Dispatcher, DispatcherConfig
+from rollout.policy.lengths import TrueLengths
 from rollout.policy.settings import PolicySettings
 from rollout.types import (
     AbortTrajectory,
     AnyCommand,
-    AnyEvent,
     Capabilities,
     MoveTrajectory,
     PriorityClass,
-    PromptSubmitted,
-    RunStarted,
     SealGroup,
     SetClass,
     StartTrajectory,
-    Tick,
-    TrajectoryEnded,
-    TrajectoryStatus,
     TurnEnded,
     TurnReady,
-    WorkerJoined,
     WorkerLost,
 )
+from tests.unit.dispatcher_kit import Bench, of, started
 
-LOW, PARKED = PriorityClass.LOW, PriorityClass.PARKED
+HIGH, LOW, PARKED = PriorityClass.HIGH, PriorityClass.LOW, PriorityClass.PARKED
 
 
-class Bench:
-    """A dispatcher under a policy, groups of one trajectory."""
+class PolicyBench(Bench):
+    """The dispatcher under a policy, groups of one trajectory."""
 
     def __init__(
         self, name: str, *, workers: int = 1, kv_tokens: int = 1000, priority: bool = True, migration: bool = False
     ) -> None:
         policy = PolicySettings(name=name, growth_tokens=0, fill=1.0, reserve=0.0, order="admission", buffer_tokens=0)
-        config = DispatcherConfig(
-            group_size=1, batch=3, workers=workers, deadline_s=50.0, policy=policy, filter_zero_variance=False
-        )
-        self.dispatcher = Dispatcher(config)
-        self.now = 0.0
         self.turns: dict[str, int] = {}
-        self.send(RunStarted(version=0))
-        for number in range(workers):
-            capabilities = Capabilities(priority=priority, migration=migration)
-            self.send(
-                WorkerJoined(worker=f"w{number}", slots=4, version=0, capabilities=capabilities, kv_tokens=kv_tokens)
-            )
-
-    def send(self, event: AnyEvent) -> list[AnyCommand]:
-        commands = self.dispatcher.handle(event, self.now)
-        self.dispatcher.audit()
-        return commands
+        super().__init__(
+            workers=workers,
+            capabilities=Capabilities(priority=priority, migration=migration),
+            kv_tokens=kv_tokens,
+            group_size=1,
+            batch=3,
+            deadline_s=50.0,
+            policy=policy,
+        )
 
     def prompts(self, count: int) -> list[AnyCommand]:
-        out: list[AnyCommand] = []
-        for number in range(count):
-            out += self.send(PromptSubmitted(prompt_id=f"p{number}", task_id="t", epoch=0))
-        return out
+        return [command for _ in range(count) for command in self.prompt()]
 
     def ready(self, number: int, context: int) -> list[AnyCommand]:
         name = f"p{number}.0.0.0"
@@ -74,31 +58,39 @@ class Bench:
             )
         )
 
-    def end(self, number: int, worker: str = "w0") -> list[AnyCommand]:
-        return self.send(
-            TrajectoryEnded(
-                trajectory_id=f"p{number}.0.0.0",
-                worker=worker,
-                status=TrajectoryStatus.FINISHED,
-                reward=1.0,
-                first_version=0,
-                last_version=0,
-                generated_tokens=5,
-                turns=1,
-            )
-        )
-
-    def tick(self, seconds: float) -> list[AnyCommand]:
-        self.now += seconds
-        return self.send(Tick())
+    def finish(self, number: int, worker: str = "w0") -> list[AnyCommand]:
+        return self.end(f"p{number}.0.0.0", 1.0, worker=worker)
 
 
-def of(kind: type, commands: list[AnyCommand]) -> list[Any]:
-    return [command for command in commands if isinstance(command, kind)]
+@pytest.mark.parametrize("name", ["paper", "fcfs_priority"])
+def test_a_critical_trajectory_is_started_as_high(name: str) -> None:
+    """The rule of demotion takes it for LOW until it is found to fit, within the same event."""
+    bench = PolicyBench(name)
+    (start,) = of(StartTrajectory, bench.prompts(1))
+    assert start.priority is HIGH and start.cause.startswith("critical")
+    assert bench.dispatcher.policy.jobs["p0.0.0.0"].priority is HIGH
+
+
+def test_a_group_that_is_always_the_longest_starts_after_two_spans() -> None:
+    """One place, and a shorter group comes with every step: by length p1 would wait for ever."""
+    truth = TrueLengths(lambda name: (900, 900) if name.startswith("p1.") else (9, 9))
+    policy = PolicySettings(name="oracle")
+    bench = Bench(batch=1, group_size=1, async_factor=3.0, max_trajectories=1, truth=truth, policy=policy)
+    for _ in range(3):
+        bench.prompt()
+    order = ["p0"]
+    while order[-1] != "p1":
+        version = bench.dispatcher.version
+        assert version <= 4, f"p1 is passed over: {order}"
+        begun = started(bench.end(f"{order[-1]}.0.0.0", versions=(version, version)))
+        begun += started(bench.train(f"{order[-1]}.0", version + 1))
+        begun += started(bench.prompt())
+        order += [name.split(".")[0] for name in begun]
+    assert order == ["p0", "p2", "p3", "p4", "p5", "p1"], "overdue at version 4 = 2 S, with the next free place"
 
 
 def test_a_parked_trajectory_is_told_why_and_its_deadline_waits() -> None:
-    bench = Bench("venus")
+    bench = PolicyBench("venus")
     assert len(of(StartTrajectory, bench.prompts(2))) == 2
     bench.ready(0, 500)
     bench.ready(1, 400)
@@ -113,7 +105,7 @@ def test_a_parked_trajectory_is_told_why_and_its_deadline_waits() -> None:
 
 
 def test_workers_without_classes_are_told_none_but_what_waits_is_not_started() -> None:
-    bench = Bench("venus", priority=False)
+    bench = PolicyBench("venus", priority=False)
     bench.prompts(2)
     bench.ready(0, 500)
     bench.ready(1, 400)
@@ -121,12 +113,12 @@ def test_workers_without_classes_are_told_none_but_what_waits_is_not_started() -
     assert bench.dispatcher.policy.jobs["p1.0.0.0"].priority is PARKED
     started = of(StartTrajectory, bench.prompts(3))
     assert started == [], "a third would not fit"
-    assert len(of(StartTrajectory, bench.end(0))) == 1
+    assert len(of(StartTrajectory, bench.finish(0))) == 1
     assert {command.priority for command in started} <= {LOW}
 
 
 def test_a_pending_turn_moves_where_there_is_room_and_ends_there() -> None:
-    bench = Bench("venus", workers=2, migration=True)
+    bench = PolicyBench("venus", workers=2, migration=True)
     assert [c.worker for c in of(StartTrajectory, bench.prompts(3))] == ["w0", "w1", "w0"]
     bench.ready(0, 500)
     bench.ready(2, 300)
@@ -134,11 +126,11 @@ def test_a_pending_turn_moves_where_there_is_room_and_ends_there() -> None:
     bench.turn(0, 500, 300)
     (move,) = of(MoveTrajectory, bench.ready(2, 350))
     assert (move.worker, move.trajectory_id, move.to) == ("w0", "p2.0.0.0", "w1") and "parked" in move.cause
-    assert len(of(SealGroup, bench.end(2, worker="w1"))) == 1
+    assert len(of(SealGroup, bench.finish(2, worker="w1"))) == 1
 
 
 def test_a_moved_trajectory_is_sampled_anew_when_its_new_worker_is_lost() -> None:
-    bench = Bench("venus", workers=2, migration=True)
+    bench = PolicyBench("venus", workers=2, migration=True)
     bench.prompts(3)
     bench.ready(0, 500)
     bench.ready(2, 300)
@@ -150,9 +142,9 @@ def test_a_moved_trajectory_is_sampled_anew_when_its_new_worker_is_lost() -> Non
 
 
 def test_program_aware_sends_new_programs_where_there_is_room() -> None:
-    bench = Bench("program_aware", workers=2, kv_tokens=1000)
+    bench = PolicyBench("program_aware", workers=2, kv_tokens=1000)
     started = of(StartTrajectory, bench.prompts(1))
     bench.ready(0, 900)
     started += of(StartTrajectory, bench.prompts(3))
     assert [(c.trajectory_id, c.worker) for c in started] == [("p0.0.0.0", "w0"), ("p1.0.0.0", "w1")]
-    assert len(of(StartTrajectory, bench.end(0))) == 1, "an idle worker takes the next at once"
+    assert len(of(StartTrajectory, bench.finish(0))) == 1, "an idle worker takes the next at once"

@@ -100,6 +100,12 @@ class Table:
         self.policy.age(self.groups[order], oldest)
         return self.decide()
 
+    def age_unstarted(self, order: int, version: int) -> dict[str, PriorityClass]:
+        """The version becomes current, and none of the group's trajectories has started."""
+        self.policy.version = version
+        self.policy.age(self.groups[order], None)
+        return self.decide()
+
     def classes(self) -> dict[str, PriorityClass]:
         return {name: job.priority for name, job in self.policy.jobs.items()}
 
@@ -183,6 +189,29 @@ def test_program_aware_resumes_after_the_longest_wait() -> None:
     assert table.tick() == {"2.0": LOW} and "paused for 60 s" in table.causes["2.0"]
 
 
+def test_program_aware_counts_a_program_whose_move_was_refused_where_it_is() -> None:
+    """The dispatcher moves nothing while weights change; the program's worker may be lost, or join again, meanwhile."""
+    for happens in ("check", "lost", "joined"):
+        table = Table("program_aware", kv_tokens=300, workers=2, migration=True)
+        table.policy._prompt_tokens = 200.0  # type: ignore[attr-defined]
+        table.add("1.0", "2.0", "3.0")
+        table.start("1.0", "2.0", context=200)
+        table.end("2.0")
+        table.policy.tick(table.now + 5.0)
+        table.policy.decide(table.now)
+        (refused,) = table.policy.moves
+        table.policy.moves.clear()
+        assert (refused.job.trajectory_id, refused.to) == ("3.0", "w1")
+        if happens == "lost":
+            table.policy.lose("w1")
+        elif happens == "joined":
+            table.policy.join(table.policy.workers["w1"])
+        else:
+            table.policy.tick(table.now + 10.0)
+        table.policy.check_invariants()
+        assert table.policy._home["3.0"] == "w0"  # type: ignore[attr-defined]
+
+
 # -------------------------------------------------------------------------------------------------------- Heddle
 
 
@@ -208,6 +237,47 @@ def test_the_k_groups_that_end_first_are_critical_and_a_promoted_one_is_among_th
     table.policy.places = 3
     assert table.decide() == {"3.0": HIGH, "3.1": HIGH}
     assert table.causes["3.0"] == "critical: F = 500"
+
+
+@pytest.mark.parametrize("tool_time", [False, True])
+def test_with_tool_time_many_short_turns_take_longer_than_a_few_long_ones(tool_time: bool) -> None:
+    """100 tokens in turns of 10 against 120 in turns of 100, and a tool takes as long as 300 tokens."""
+    table = Table("paper", batch=1, tool_time=tool_time, lengths={"1.0": (110, 0), "2.0": (220, 0)})
+    table.add("1.0", "2.0")
+    table.start("1.0", "2.0", context=5)
+    table.now = 1.0
+    table.turn("1.0", 10)
+    table.now = 10.0
+    table.turn("2.0", 100)
+    table.now = 31.0
+    table.policy.turn_ready("1.0", 2, 15, table.now)
+    table.tick()
+    assert [name for name, cls in table.classes().items() if cls is HIGH] == (["2.0"] if tool_time else ["1.0"])
+
+
+def test_tool_time_does_not_reorder_groups_when_the_means_move() -> None:
+    """Groups of equal turns: whoever was reckoned under other running means keeps its place by length."""
+    names = {f"{n}.0": (10 * n, 0) for n in range(1, 6)}
+    table = Table("paper", batch=1, tool_time=True, lengths=names)
+    table.add(*names)
+    table.start("1.0", context=5)
+    for turn in range(1, 6):
+        table.now += 7.0 * turn
+        table.turn("1.0", 1, 0)
+        table.now += 40.0
+        assert table.classes()["1.0"] is HIGH, "fewer tokens are left of it than of any other"
+
+
+def test_a_group_that_is_never_started_comes_first_after_two_spans() -> None:
+    """Under an order by length shorter newcomers would pass it over for ever. S = 2, and k = 0 places are left."""
+    table = Table("venus", batch=1, kv_tokens=1000, fill=1.0, lengths={"1.0": (900, 900), "2.0": (9, 9)})
+    table.policy.prompt_tokens = 600.0  # type: ignore[attr-defined]
+    table.policy.places = 0
+    table.add("2.0", "1.0")
+    assert table.classes() == {"2.0": LOW, "1.0": PARKED}
+    assert table.age_unstarted(1, 3) == {}
+    assert table.age_unstarted(1, 4) == {"2.0": PARKED, "1.0": HIGH}
+    assert table.causes["1.0"] == "promoted: admitted under version 0, not started"
 
 
 def test_fcfs_priority_takes_the_oldest_groups() -> None:

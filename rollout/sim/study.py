@@ -1,6 +1,7 @@
 """`python -m rollout.sim.study`: every policy in every cell, several seeds, and STUDY.md out of it.
 
-It goes on where it was stopped: each finished run is a line of `study/raw.jsonl`. `--quick` is a fraction of `--full`
+It goes on where it was stopped: each finished run is a line of `study/raw.jsonl`; the report is made of those of this
+code, or of the last line's where there are none. `--quick` is a fraction of `--full`
 with the same runs: 32B, correlation 0.6, batch 16 and 64, async_factor 1 and 2, three host caches, two seeds.
 """
 
@@ -16,9 +17,10 @@ from envclient.base.errors import ConfigError, main_guard
 from envclient.base.files import write_atomic
 from rollout.sim.compiled import compiled_copy
 from rollout.sim.study_cells import runs
+from rollout.sim.study_plot import draw
 from rollout.sim.study_report import document
 from rollout.sim.study_results import Results
-from rollout.sim.study_runs import code_digest, machine, make_missing, read_rows
+from rollout.sim.study_runs import code_digest, make_missing, read_rows
 
 HOME = Path(__file__).resolve().parent
 
@@ -53,14 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.path.insert(0, str(compiled_copy(args.compile / code_digest()).resolve()))
         budget_s = None if args.time_budget is None else args.time_budget * 60
         missing = make_missing(raw, wanted, processes=args.processes, budget_s=budget_s)
-    code, asked = code_digest(), set(wanted)
+    asked = set(wanted)
     rows = [row for row in read_rows(raw) if row.run in asked]
-    current = [row for row in rows if row.code == code]
-    if not current:
-        raise ConfigError(f"{raw} has no run of this code ({code})", "leave --report-only out")
-    text = document(Results(current), full=args.full, wanted=len(wanted), machine=machine())
+    if not rows:
+        raise ConfigError(f"{raw} has no run of this study", "leave --report-only out")
+    code = code_digest() if any(row.code == code_digest() for row in rows) else rows[-1].code
+    results = Results([row for row in rows if row.code == code])
+    text = document(results, full=args.full, wanted=len(wanted), machine=results.rows[-1].machine)
     write_atomic(args.folder / "STUDY.md", text.encode())
-    print(f"wrote {args.folder / 'STUDY.md'}: {len(current)} of {len(wanted)} runs", file=sys.stderr)
+    draw(results, args.folder / "study", full=args.full)
+    print(f"wrote {args.folder / 'STUDY.md'}: {len(results.rows)} of {len(wanted)} runs, code {code}", file=sys.stderr)
     return 1 if missing else 0
 
 

@@ -79,6 +79,8 @@ seeds differ. `venus` was tuned on seeds from 100 on. A cell of a baseline count
 within 2% of the submitted stream's and their distributions agree (KS ≤ 0.05); others are marked *. `oracle` is `venus`
 with true lengths; *no limits* is a cluster with endless KV memory and slots. B: groups a step; af: async_factor;
 L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ: correlation of lengths inside a group.
+
+![Trained tokens per hour](study/throughput.png)
 """
 
 
@@ -243,6 +245,8 @@ def _sweep(results: Results, full: bool) -> str:
 ## `trajectory` with every number of slots
 
 Ours must reach the best number without being told it.
+
+![Slots](study/slots.png)
 
 {table(header, rows)}"""
 

@@ -36,6 +36,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of what it depends on."""
     commit: str
     """Of the working tree, with a + when it was changed; for people."""
+    machine: str
     cell: Cell
     policy: str
     seed: int
@@ -127,7 +128,7 @@ def make_missing(
     Args:
         budget_s: no run is begun later than this.
     """
-    code, revision = code_digest(), commit()
+    code, revision, here = code_digest(), commit(), machine()
     done = {row.run for row in read_rows(path) if row.code == code}
     missing = [run for run in wanted if run not in done]
     tell(f"{len(wanted)} runs, {len(wanted) - len(missing)} of them there from code {code}")
@@ -150,7 +151,16 @@ def make_missing(
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                 run = under_way.pop(future)
                 result, cpu_s = future.result()
-                row = Row(code=code, commit=revision, **msgspec.structs.asdict(run), cpu_s=cpu_s, result=result)
+                row = Row(
+                    code=code,
+                    commit=revision,
+                    machine=here,
+                    cell=run.cell,
+                    policy=run.policy,
+                    seed=run.seed,
+                    cpu_s=cpu_s,
+                    result=result,
+                )
                 file.write(msgspec.json.encode(row) + b"\n")
                 file.flush()
                 made += 1

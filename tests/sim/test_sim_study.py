@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from envclient.base.errors import ConfigError
@@ -91,7 +92,16 @@ def _row(policy: str, rate: float, *, cell: Cell | None = None, seed: int = 0, *
         "length_ks": 0.0,
         **changed,
     }
-    return Row(code="c", commit="d", cell=cell or Cell(), policy=policy, seed=seed, cpu_s=1.0, result=result)
+    return Row(
+        code="c",
+        commit="d",
+        machine="a machine",
+        cell=cell or Cell(),
+        policy=policy,
+        seed=seed,
+        cpu_s=1.0,
+        result=result,
+    )
 
 
 def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> None:
@@ -161,8 +171,21 @@ def test_one_run_as_a_process_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(row["mixture"]) == 4 and "trained_lengths" not in row
 
 
+def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
+    cell = Cell(batch=64, async_factor=2.0)
+    rows = [_row(policy, 1e6, cell=cell) for policy in (OURS, "trajectory", "trajectory:engine.slots=8")]
+    raw = tmp_path / "study" / "raw.jsonl"
+    raw.parent.mkdir()
+    raw.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    assert study.main(["--report-only", "--folder", str(tmp_path)]) == 0
+    text = (tmp_path / "STUDY.md").read_text()
+    assert "Runs: 3 of the" in text and "Commit d (code c;" in text and "a machine" in text
+    for name in ("throughput", "slots"):
+        assert (tmp_path / "study" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--processes is 0"):
         study.main(["--processes", "0", "--folder", str(tmp_path)])
-    with pytest.raises(ConfigError, match="no run of this code"):
+    with pytest.raises(ConfigError, match="no run of this study"):
         study.main(["--report-only", "--folder", str(tmp_path)])

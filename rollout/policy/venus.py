@@ -90,6 +90,7 @@ class VenusPolicy(GroupedPolicy):
 
     def _moved(self, job: Job, origin: str) -> None:
         self._drop(job, origin)
+        self._set(job, PARKED, cause=f"not yet in the working set of {job.worker}")
         self._put(job)
 
     def _estimate(self, job: Job) -> None:
@@ -176,22 +177,35 @@ class VenusPolicy(GroupedPolicy):
             self._set(job, priority, cause=self.why(job.group))
 
     def _consider_move(self, job: Job) -> None:
-        """A pending turn that is parked goes where there is room for it."""
+        """A pending turn goes where it finds room when it is parked, and where less KV is held when it is not.
+
+        The slowest worker's last trajectories end the batch: a decode step costs what its contexts hold. Whoever runs
+        moves only where its KV can be copied to; recomputing it would cost more than the better place gives. [R]
+        """
         here = self.workers.get(job.worker)
-        if job.priority is not PARKED or here is None or not (self.settings.migration and here.migration):
+        if here is None or not (self.settings.migration and here.migration and here.kv_tokens):
             return
-        entry = self._sets[here.name].entries[job.trajectory_id]
+        parked = job.priority is PARKED
         others = [w for w in self.workers.values() if w.migration and w.kv_tokens and w is not here]
-        target = max(others, key=lambda worker: self._sets[worker.name].free, default=None)
-        if target is None or not self._sets[target.name].fits(entry.reserved, job.group.prompt_tokens):
+        target = min(others, key=lambda worker: self._load(worker, parked), default=None)
+        if target is None or not (parked or target.host_kv_tokens):
             return
-        gap = (self._sets[target.name].free - self._sets[here.name].free) / target.kv_tokens
+        tokens = self._sets[here.name].entries[job.trajectory_id].reserved if parked else job.context_tokens
+        gap = self._load(here, parked) - self._load(target, parked)
         if (
-            gap > self.settings.move_gap + 2 * entry.reserved / target.kv_tokens
+            # What the move itself changes: it must not pay to go back.
+            gap > self.settings.move_gap + 2 * tokens / target.kv_tokens
+            and self._sets[target.name].fits(tokens, job.group.prompt_tokens)
             and target.open < self.limits.max_trajectories
         ):
-            cause = f"parked here, and {self._sets[target.name].free:.0f} tokens are free on {target.name}"
+            why = "parked here, and" if parked else "it goes on, but"
+            cause = f"{why} {target.name} has {gap:.2f} of its KV memory less {'reserved' if parked else 'held'}"
             self.moves.append(Move(job=job, to=target.name, cause=cause))
+
+    def _load(self, worker: WorkerView, reserved: bool) -> float:
+        """KV tokens reserved, or held, as a share of the worker's."""
+        working = self._sets[worker.name]
+        return (working.reserved if reserved else working.held) / worker.kv_tokens
 
     def check_invariants(self) -> None:
         super().check_invariants()

@@ -16,6 +16,7 @@ from envclient.base.errors import ConfigError, main_guard
 from envclient.base.files import write_atomic
 from rollout.sim.cluster import Cluster
 from rollout.sim.config import PRESETS, SimConfig
+from rollout.sim.labels import policy_keys
 from rollout.sim.metrics import Result
 from rollout.sim.policies import policy_names
 from rollout.sim.report import table
@@ -49,15 +50,6 @@ def arguments(argv: Sequence[str] | None = None) -> Any:
     parser.add_argument("--events", type=Path, help="write the (last) run's events.jsonl, as a live run does")
     parser.add_argument("--show-config", action="store_true", help="print the resolved config and stop")
     return parser.parse_args(argv)
-
-
-def policy_keys(label: str) -> list[str]:
-    """Overrides that a label means: `paper:migration=false:engine.slots=32` is a policy and keys of it.
-
-    A key without a dot is one of `policy`.
-    """
-    name, *keys = label.split(":")
-    return [f"policy.name={name}", *(key if "." in key.split("=")[0] else f"policy.{key}" for key in keys)]
 
 
 def run_one(config: SimConfig, label: str, events: Path | None = None) -> Result:

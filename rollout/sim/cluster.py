@@ -11,6 +11,7 @@ from collections.abc import Callable
 from envclient.base.errors import InvariantError
 from rollout.dispatcher import Dispatcher
 from rollout.policy.lengths import TrueLengths
+from rollout.policy.staleness import version_span
 from rollout.sim.clock import Clock
 from rollout.sim.config import SimConfig
 from rollout.sim.cost import engine_cost, train_cost
@@ -42,6 +43,8 @@ from rollout.types import (
     StartTrajectory,
     StopRun,
     Tick,
+    TrajectoryEnded,
+    TrajectoryStatus,
     WorkerJoined,
     WorkerLost,
 )
@@ -124,6 +127,8 @@ class Cluster:
             return
         if not isinstance(event, Tick):
             self._heard_s = self.clock.now
+        if isinstance(event, TrajectoryEnded) and self._too_old(event):
+            self.ledger.discarded(event.trajectory_id)
         commands = self.dispatcher.handle(event, self.clock.now)
         if self._record is not None:
             self._rows += 1
@@ -132,6 +137,11 @@ class Cluster:
             self._obey(command)
         if self._watch is not None:
             self._watch(self)
+
+    def _too_old(self, event: TrajectoryEnded) -> bool:
+        """It ended well, but under more weight versions than may train."""
+        span = version_span(event.first_version, event.last_version)
+        return event.status is TrajectoryStatus.FINISHED and span > self.config.group.max_version_span
 
     def _tick(self) -> None:
         if self.clock.now - self._heard_s > self.config.group.deadline_s + _QUIET_S:
@@ -144,6 +154,8 @@ class Cluster:
             case StartTrajectory() | PauseWorker() | ResumeWorker():
                 self.clock.after(self.config.control_s, lambda: self._tell(command))
             case AbortTrajectory() | SetClass() | MoveTrajectory():
+                if isinstance(command, AbortTrajectory) and command.status is TrajectoryStatus.DISCARDED:
+                    self.ledger.discarded(command.trajectory_id)
                 self.clock.after(self.config.control_s, lambda: self._tell_player(command))
             case FetchPrompts(count=count):
                 for _ in range(count):

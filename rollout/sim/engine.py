@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from envclient.base.errors import InvariantError
 from rollout.sim.clock import Clock
@@ -34,10 +35,11 @@ class Request:
         "state",
         "tail",
         "trajectory",
+        "wanted_s",
     )
 
     def __init__(
-        self, trajectory: str, tail: Node, *, prompt_tokens: int, context: int, output: int, high: bool
+        self, trajectory: str, tail: Node, *, prompt_tokens: int, context: int, output: int, high: bool, wanted_s: float
     ) -> None:
         self.trajectory = trajectory
         self.tail = tail
@@ -56,6 +58,8 @@ class Request:
         self.finish_at = 0
         """Decode step count at which it is done."""
         self.state = WAITING
+        self.wanted_s = wanted_s
+        """Since when it waits, for its slot or for the engine."""
 
     @property
     def generated(self) -> bool:
@@ -66,21 +70,28 @@ class Request:
 WAITING, PREFILL, DECODE, GONE = range(4)
 
 
+@dataclass(kw_only=True, eq=False)
 class EngineStatistics:
     """Sums over an engine's life; tokens and seconds."""
 
-    def __init__(self) -> None:
-        self.sent_tokens = 0
-        self.device_hit_tokens = 0
-        self.host_hit_tokens = 0
-        self.prefill_tokens = 0
-        self.decode_tokens = 0
-        self.prefill_s = 0.0
-        self.decode_s = 0.0
-        self.batch_s = 0.0
-        """Integral of the number of requests in the engine (not waiting)."""
-        self.retractions = 0
-        self.aborts = 0
+    sent_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    batch_s: float = 0.0
+    """Integral of the number of requests in the engine (not waiting)."""
+    retractions: int = 0
+    aborts: int = 0
+    admissions: int = 0
+    """Turns, and rests of turns, that came into the batch."""
+    wait_s: float = 0.0
+    """Their time in the queues for a slot and for KV memory."""
+
+
+ENGINE_SUMS = tuple(field.name for field in fields(EngineStatistics))
 
 
 class SimEngine:
@@ -200,7 +211,7 @@ class SimEngine:
     # ------------------------------------------------------------------------------------------------ iterations
 
     def _visit(self) -> None:
-        """Something changed: come to the next boundary."""
+        """Something changed: come to the next boundary. A prefill batch ends at one by itself."""
         if self._stopped:
             return
         if not self._busy:
@@ -296,6 +307,7 @@ class SimEngine:
         self._drop_finishing(victim)
         self.kv.drop(victim.tail, victim.context, victim.prompt_tokens)
         self.statistics.retractions += 1
+        victim.wanted_s = self.clock.now
         self._queue(victim)
 
     def _retract_key(self, request: Request) -> tuple[bool, int, int]:
@@ -337,6 +349,8 @@ class SimEngine:
         self.statistics.sent_tokens += request.context
         self.statistics.device_hit_tokens += device
         self.statistics.host_hit_tokens += known - device
+        self.statistics.admissions += 1
+        self.statistics.wait_s += self.clock.now - request.wanted_s
         # The last token is always computed: its logits are wanted.
         request.computed = min(known, request.context - 1)
         request.state = PREFILL
@@ -349,13 +363,21 @@ class SimEngine:
         budget = self.kv.budget(limit)
         parent = request.tail.parent
         assert parent is not None
-        for node in (request.tail, parent):
-            if node.locks == 0 and node.tier <= limit:
-                budget -= node.resident  # its own cached pages are about to be in use
-        device, _ = self.kv.match(request.tail, request.prompt_tokens, request.context)
-        return request.context - device + 1 + self._reserve * self.running <= budget
+        need = request.context + 1 + self._reserve * self.running
+        if need - request.context > budget:
+            return False
+        tail = request.tail
+        # Its own cached pages are about to be in use.
+        if tail.locks == 0 and tail.tier <= limit:
+            budget -= tail.resident
+        if parent.locks == 0 and parent.tier <= limit:
+            budget -= parent.resident
+        device, _ = self.kv.match(tail, request.prompt_tokens, request.context)
+        return need - device <= budget
 
     def _begin_prefill(self) -> bool:
+        if not self.waiting and not self._prefilling:
+            return False
         left = self._chunk_tokens
         self._load_tokens = 0
         chunk: list[tuple[Request, int]] = []

@@ -62,7 +62,8 @@ class KvMemory:
 
     @property
     def used(self) -> int:
-        return self.locked + sum(self.evictable)
+        unused, low, high = self.evictable
+        return self.locked + unused + low + high
 
     @property
     def free(self) -> int:
@@ -70,7 +71,12 @@ class KvMemory:
 
     def budget(self, tier: int) -> int:
         """Tokens that a request may take which evicts pages of tiers up to `tier`."""
-        return self.free + sum(self.evictable[: tier + 1])
+        left = self.capacity - self.locked
+        if tier < HIGH_REF:
+            left -= self.evictable[HIGH_REF]
+            if tier < LOW_REF:
+                left -= self.evictable[LOW_REF]
+        return left
 
     def tail(self, prompt: str, trajectory: str) -> Node:
         """The node of a trajectory (made when new)."""

@@ -12,7 +12,8 @@ import numpy as np
 from rollout.sim.clock import Clock
 from rollout.sim.config import SimConfig
 from rollout.sim.cost import EngineCost, TrainCost
-from rollout.sim.engine import EngineStatistics
+from rollout.sim.engine import ENGINE_SUMS, EngineStatistics
+from rollout.sim.fairness import CLASSES, classes, discard_shares, drift, shares
 from rollout.sim.trainer import SimTrainer
 from rollout.sim.worker import SimWorker, Stage
 from rollout.sim.workload import Script
@@ -75,6 +76,22 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     prefill_share: float
     """Of the engines' busy time."""
     engine_busy: float
+    rollout_goodput: float
+    """Trained tokens of the tokens that engines computed: the rest is prefill, and what was thrown away."""
+    turn_wait_s: float
+    """Mean seconds that a turn waits for a slot and for KV memory, each time it waits."""
+    environment_goodput: float
+    """Share of the sandboxes' time in which they work (open, tool, score): else their trajectory waits or generates."""
+    lease_wait_s: float
+    """Mean seconds that a trajectory waits for its sandbox."""
+    trainer_wait_s: float
+    """Mean seconds of a step in which the actor waits for groups."""
+    mixture: list[float]
+    """Consumed by the steps counted: shares of the submitted stream's quarters by length, shortest first."""
+    mixture_drift: float
+    """Largest distance of the mixture trained so far from the one declared so far: see `rollout.sim.fairness`."""
+    discard_shares: list[float]
+    """Share of the trajectories discarded, by decile of their length."""
     step_times_s: list[float]
     trained_lengths: list[int]
     submitted_lengths: list[int]
@@ -82,7 +99,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     def row(self) -> dict[str, Any]:
         """Without the lists, for tables and `--json`."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
-        return {key: value for key, value in plain.items() if not isinstance(value, list)}
+        return {key: value for key, value in plain.items() if key not in _LISTS}
+
+
+_LISTS = ("step_times_s", "trained_lengths", "submitted_lengths")
 
 
 def ks_distance(a: list[int], b: list[int]) -> float:
@@ -108,14 +128,15 @@ class Ledger:
         self._first_seen = 0
         """Tokens that must be prefilled at least once: prompts once a group, and observations."""
         self._groups: set[str] = set()
+        self._started = 0
         self._submitted: dict[str, int] = {}
         """Trajectory → generated tokens of the first attempt at each member."""
         self._members: dict[str, list[str]] = {}
         self._sealed_s: dict[str, float] = {}
         self._ready_s: dict[int, float] = {}
         self._trained: dict[int, list[int]] = {}
-        self._step_s: list[float] = []
-        self._synced_s: list[float] = [0.0]
+        self._trained_prompts: dict[int, list[str]] = {}
+        self._discarded: set[str] = set()
         self._marks: list[_Mark] = []
         self._lost = EngineStatistics()
         self._lost_stage_s = dict.fromkeys(Stage, 0.0)
@@ -127,6 +148,7 @@ class Ledger:
     def started(self, trajectory_id: str, script: Script) -> None:
         self._scripts[trajectory_id] = (script.generated, script.context_tokens)
         self._first_seen += sum(script.appended[:-1])
+        self._started += 1
         group = trajectory_id.rsplit(".", 2)[0]
         if group not in self._groups:
             self._groups.add(group)
@@ -153,10 +175,14 @@ class Ledger:
         members = self._members.pop(command.group_id, [])
         if command.status is PromptStatus.ACCEPTED:
             self._trained.setdefault(command.step, []).extend(self._scripts[name][0] for name in members)
+            self._trained_prompts.setdefault(command.step, []).append(command.prompt_id)
         else:
             self._groups_lost[command.status] += 1
         self.dropped(members)
         return members
+
+    def discarded(self, trajectory_id: str) -> None:
+        self._discarded.add(trajectory_id)
 
     def dropped(self, trajectories: Iterable[str]) -> None:
         for name in trajectories:
@@ -207,6 +233,10 @@ class Ledger:
         prefilled = marks[-1].engine.prefill_tokens
         total_sent = marks[-1].engine.sent_tokens
         known = max(1, total_sent - self._first_seen)
+        engaged_s = sum(stage_s[stage] for stage in (Stage.OPEN, Stage.TOOL, Stage.SCORE))
+        sync_s = cluster.trainer.sync_s / max(1, len(marks) - 1)
+        kinds = classes(self._prompt_lengths(), CLASSES)
+        consumed = [kinds[prompt] for step in counted for prompt in self._trained_prompts.get(step, [])]
         hits = marks[-1].engine.device_hit_tokens + marks[-1].engine.host_hit_tokens
         return Result(
             policy=cluster.label,
@@ -237,14 +267,31 @@ class Ledger:
             moved=cluster.moved,
             peak_sandboxes=cluster.sandboxes.peak,
             trainer_busy=(end.trainer_s - begin.trainer_s) / span_s,
-            sync_s=cluster.trainer.sync_s / max(1, len(marks) - 1),
+            sync_s=sync_s,
             stage_share={stage.value: seconds / whole_s for stage, seconds in stage_s.items()},
             prefill_share=engine.prefill_s / busy_s if busy_s else 0.0,
             engine_busy=busy_s / available_s,
+            rollout_goodput=tokens / max(1, engine.prefill_tokens + engine.decode_tokens),
+            turn_wait_s=engine.wait_s / max(1, engine.admissions),
+            environment_goodput=engaged_s / ((engaged_s + stage_s[Stage.TURN]) or 1.0),
+            lease_wait_s=stage_s[Stage.LEASE] / max(1, self._started),
+            trainer_wait_s=max(0.0, (span_s - (end.trainer_s - begin.trainer_s)) / len(counted) - sync_s),
+            mixture=shares(consumed, CLASSES),
+            mixture_drift=drift(
+                kinds, sorted(kinds), [self._trained_prompts[s] for s in sorted(self._trained_prompts)]
+            ),
+            discard_shares=discard_shares(self._submitted, self._discarded),
             step_times_s=times,
             trained_lengths=trained,
             submitted_lengths=submitted,
         )
+
+    def _prompt_lengths(self) -> dict[str, float]:
+        """Mean generated tokens of each prompt's first trajectories."""
+        found: dict[str, list[int]] = {}
+        for name, tokens in self._submitted.items():
+            found.setdefault(name.partition(".")[0], []).append(tokens)
+        return {prompt: sum(tokens) / len(tokens) for prompt, tokens in found.items()}
 
 
 class _Mark:
@@ -257,14 +304,14 @@ class _Mark:
 
 
 def _add(into: EngineStatistics, other: EngineStatistics) -> None:
-    for name, value in vars(other).items():
-        setattr(into, name, getattr(into, name) + value)
+    for name in ENGINE_SUMS:
+        setattr(into, name, getattr(into, name) + getattr(other, name))
 
 
 def _difference(a: EngineStatistics, b: EngineStatistics) -> EngineStatistics:
     result = EngineStatistics()
-    for name, value in vars(a).items():
-        setattr(result, name, value - getattr(b, name))
+    for name in ENGINE_SUMS:
+        setattr(result, name, getattr(a, name) - getattr(b, name))
     return result
 
 

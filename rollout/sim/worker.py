@@ -58,6 +58,8 @@ class Play:
     context: int
     stage: Stage = Stage.LEASE
     since_s: float = 0.0
+    wanted_s: float = 0.0
+    """Since when the turn waits for its slot."""
     turn: int = 0
     """Finished ones."""
     made: int = 0
@@ -230,6 +232,7 @@ class SimWorker:
         if play.ended:
             return
         self._enter(play, Stage.TURN)
+        play.wanted_s = self._clock.now
         if self._reports_ready:
             turn = play.turn + 1
             self._report(TurnReady(trajectory_id=play.trajectory_id, turn=turn, context_tokens=play.context))
@@ -246,6 +249,7 @@ class SimWorker:
                 context=play.context + play.made,
                 output=play.script.outputs[play.turn] - play.made,
                 high=play.priority is PriorityClass.HIGH,
+                wanted_s=play.wanted_s,
             )
             play.request = request
             self.engine.submit(request)
@@ -322,6 +326,7 @@ class SimWorker:
             self._sampled(play, made)
             play.made += made
             self.statistics.preempted += 1
+            play.wanted_s = self._clock.now
             if not self._hand_over(play):
                 self._grant(self._slots.turn_preempted(play.trajectory_id))
         self._check_paused()

@@ -83,7 +83,8 @@ class Dice:
         tail = c.tail_tool_s / np.maximum(1.0 - rng.random(count), 1e-12)
         slow = np.where(kind < c.fast_tool_share + c.slow_tool_share, c.slow_tool_s * noise, tail)
         seconds = np.where(kind < c.fast_tool_share, c.fast_tool_s * noise, slow)
-        return [float(s) for s in np.minimum(seconds, c.max_tool_s) * c.scale_tools]
+        scaled: list[float] = (np.minimum(seconds, c.max_tool_s) * c.scale_tools).tolist()
+        return scaled
 
     def reward(self, rng: np.random.Generator, prompt: int) -> float:
         """1 or 0, with a success rate of its group that is uniform in an interval around `pass_rate`."""
@@ -114,9 +115,9 @@ class SweWorkload:
         z = math.sqrt(c.correlation) * shared + math.sqrt(1.0 - c.correlation) * rng.standard_normal()
         turns = min(c.max_turns, max(1, round(math.exp(c.turns_mu + c.turns_sigma * z))))
         drawn = np.exp(c.output_mu + c.output_sigma * rng.standard_normal(turns))
-        outputs = [max(1, int(n)) for n in drawn]
+        outputs = np.maximum(drawn.astype(np.int64), 1).tolist()
         drawn = np.exp(c.appended_mu + c.appended_sigma * rng.standard_normal(turns))
-        appended = [min(c.appended_max, max(1, int(n))) for n in drawn]
+        appended = np.clip(drawn, 1, c.appended_max).astype(np.int64).tolist()
         outputs, truncated = bounded(c.first_context, outputs, appended, c.context_limit)
         fails, stuck = self._dice.accident(rng, len(outputs))
         return Script(

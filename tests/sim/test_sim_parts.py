@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from envclient.base.configs import build
 from envclient.base.errors import ConfigError
-from rollout.sim.__main__ import main, policy_keys
+from rollout.sim.__main__ import main
 from rollout.sim.config import PRESETS, SimConfig
 from rollout.sim.cost import engine_cost
 from rollout.sim.kv import HIGH_REF, LOW_REF, KvMemory, Node
+from rollout.sim.labels import policy_keys
 from rollout.sim.metrics import ks_distance
 from rollout.sim.workload import bounded, make_workload
 from tests.sim.kit import run, small

@@ -1,0 +1,72 @@
+"""`python -m rollout.sim.study`: every policy in every cell, several seeds, and STUDY.md out of it.
+
+It goes on where it was stopped: each finished run is a line of `study/raw.jsonl`; the report is made of those of this
+code, or of the last line's where there are none. `--quick` is a fraction of `--full`
+with the same runs: 32B, correlation 0.6, batch 16 and 64, async_factor 1 and 2, three host caches, two seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from envclient.base.errors import ConfigError, main_guard
+from envclient.base.files import write_atomic
+from rollout.sim.compiled import compiled_copy
+from rollout.sim.study_cells import runs
+from rollout.sim.study_plot import draw
+from rollout.sim.study_report import document
+from rollout.sim.study_results import Results
+from rollout.sim.study_runs import code_digest, make_missing, read_rows
+
+HOME = Path(__file__).resolve().parent
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rollout.sim.study", description=__doc__)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--quick", action="store_true", help="a fraction, ≤ 20 minutes on 2 cores with --compile (default)"
+    )
+    size.add_argument("--full", action="store_true", help="all cells, hours")
+    parser.add_argument("--report-only", action="store_true", help="write STUDY.md from the runs that are there")
+    parser.add_argument("--folder", type=Path, default=HOME, help="of STUDY.md and study/raw.jsonl")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--time-budget", type=float, metavar="MIN", help="begin no run later than this")
+    parser.add_argument(
+        "--compile", type=Path, metavar="FOLDER", help="run a copy compiled by mypyc, made in this folder"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    if args.processes < 1:
+        raise ConfigError(f"--processes is {args.processes}", "give at least 1")
+    raw = args.folder / "study" / "raw.jsonl"
+    wanted = runs(args.full)
+    missing = 0
+    if not args.report_only:
+        if args.compile is not None:
+            # The processes that simulate get this process's path, and import the compiled modules.
+            sys.path.insert(0, str(compiled_copy(args.compile / code_digest()).resolve()))
+        budget_s = None if args.time_budget is None else args.time_budget * 60
+        missing = make_missing(raw, wanted, processes=args.processes, budget_s=budget_s)
+    asked = set(wanted)
+    rows = [row for row in read_rows(raw) if row.run in asked]
+    if not rows:
+        raise ConfigError(f"{raw} has no run of this study", "leave --report-only out")
+    code = code_digest() if any(row.code == code_digest() for row in rows) else rows[-1].code
+    results = Results([row for row in rows if row.code == code])
+    text = document(results, full=args.full, wanted=len(wanted), machine=results.rows[-1].machine)
+    write_atomic(args.folder / "STUDY.md", text.encode())
+    draw(results, args.folder / "study", full=args.full)
+    print(f"wrote {args.folder / 'STUDY.md'}: {len(results.rows)} of {len(wanted)} runs, code {code}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    main_guard(main)

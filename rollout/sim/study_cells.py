@@ -1,0 +1,148 @@
+"""The study's runs: which cells, which policies, which seeds. A run is wanted once, whatever tables show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+import msgspec
+
+from rollout.sim.config import PRESETS
+
+LIVE = ("action", "trajectory", "fcfs_priority", "longest_first", "program_aware", "program_aware_plus", "paper")
+"""The policies that `venus` is compared with."""
+OURS, ORACLE = "venus", "oracle"
+NO_LIMITS = "action:engine.kv_tokens=100000000:engine.slots=4096"
+"""What no policy can pass: KV memory and slots for everything at once."""
+LADDER = (
+    "trajectory",
+    "action",
+    "paper:residency=false:demotion=false:migration=false",
+    "paper:migration=false",
+    "paper",
+)
+"""The paper's Table 1: baselines, + priority, + residency and demotion, + migration."""
+SLOTS = (8, 16, 24, 32, 48, 96)
+"""Of `trajectory`'s sweep, beside the engine's 64."""
+SANDBOXES = (0, 320, 256)
+PARAMETERS: dict[str, Sequence[str]] = {
+    "reserve": ("0", "0.25", "1"),
+    "resident_favour": ("0.4", "1"),
+    "hysteresis": ("0.8", "1"),
+    "move_gap": ("0.1", "1"),
+    "order": ("admission",),
+    "migration": ("false",),
+    "tool_time": ("true",),
+}
+"""Keys of `venus` → values beside the default."""
+STEPS = {16: 16, 32: 12, 64: 8}
+"""Optimizer steps by batch: about as many groups in each."""
+QUICK_SEEDS, SEEDS = (0, 1), (0, 1, 2)
+"""For reports. Policies were tuned on seeds from 100 on."""
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting in which policies meet."""
+
+    preset: str = "32b"
+    batch: int = 64
+    async_factor: float = 1.0
+    l2: str = "default"
+    correlation: float = 0.6
+    sandboxes: int = 0
+    include_promoted: bool = True
+
+    def overrides(self) -> list[str]:
+        """Keys of `SimConfig`."""
+        return [
+            f"group.batch={self.batch}",
+            f"group.async_factor={self.async_factor}",
+            f"engine.l2={self.l2}",
+            f"workload.correlation={self.correlation}",
+            f"environment.sandboxes={self.sandboxes}",
+            f"group.include_promoted={str(self.include_promoted).lower()}",
+            f"steps={STEPS[self.batch]}",
+        ]
+
+    @property
+    def name(self) -> str:
+        return f"{self.preset} B={self.batch} af={self.async_factor:g} L2={self.l2} ρ={self.correlation:g}"
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulation of the study."""
+
+    cell: Cell
+    policy: str
+    """Label: a policy, and keys of it."""
+    seed: int
+
+
+def grid(full: bool) -> list[Cell]:
+    """The cells of the main tables."""
+    if not full:
+        return [Cell(batch=b, async_factor=f, l2=m) for b, f, m in product((64, 16), (2.0, 1.0), L2)]
+    sizes = product(sorted(PRESETS), (64, 32, 16), (1.0, 1.5, 2.0), L2, (0.6, 0.3, 0.85))
+    return [Cell(preset=p, batch=b, async_factor=f, l2=m, correlation=c) for p, b, f, m, c in sizes]
+
+
+L2 = ("default", "none", "large")
+
+
+def ladder(full: bool) -> list[Cell]:
+    """Of Table 1."""
+    return [Cell(batch=batch, async_factor=1.5) for batch in ((16, 32, 64) if full else (16, 64))]
+
+
+def sweep(full: bool) -> list[Cell]:
+    """Of `trajectory`'s slots."""
+    return [Cell(async_factor=f, l2=m) for f, m in product((1.0, 2.0) if full else (2.0,), L2)]
+
+
+def sandbox_cells() -> list[Cell]:
+    """The paper's Figure 14."""
+    return [Cell(batch=32, async_factor=1.5, sandboxes=number) for number in SANDBOXES]
+
+
+def discard_cells(full: bool) -> list[Cell]:
+    """The paper's Figure 12: the trainer need not take promoted groups, else nothing is discarded."""
+    presets = ("4b", "32b") if full else ("32b",)
+    return [Cell(preset=preset, batch=32, async_factor=2.0, include_promoted=False) for preset in presets]
+
+
+DISCARD_POLICIES = ("trajectory", "action", "paper", "venus")
+
+
+def parameter_cells(full: bool) -> list[Cell]:
+    """Where each key of ours is varied."""
+    return [Cell(async_factor=1.5, l2=m) for m in (L2 if full else L2[:2])]
+
+
+def parameter_labels() -> list[str]:
+    return [OURS, *(f"{OURS}:{key}={value}" for key, values in PARAMETERS.items() for value in values)]
+
+
+def _each(cells: Iterable[Cell], policies: Iterable[str], seeds: Iterable[int]) -> Iterator[Run]:
+    policies = tuple(policies)
+    for seed in seeds:
+        for cell in cells:
+            for policy in policies:
+                yield Run(cell=cell, policy=policy, seed=seed)
+
+
+def runs(full: bool) -> list[Run]:
+    """All of a study, each once. The first seed of every table comes before any second one."""
+    seeds = SEEDS if full else QUICK_SEEDS
+    found: dict[Run, None] = {}
+    for number in range(len(seeds)):
+        some = seeds[number : number + 1]
+        extra = some if full or number == 0 else ()
+        found |= dict.fromkeys(_each(grid(full), (OURS, *LIVE, ORACLE), some))
+        bounds = [cell for cell in grid(full) if cell.l2 == "none"]
+        found |= dict.fromkeys(_each(bounds, (NO_LIMITS,), extra))
+        found |= dict.fromkeys(_each(ladder(full), LADDER, extra))
+        found |= dict.fromkeys(_each(sweep(full), [f"trajectory:engine.slots={n}" for n in SLOTS], extra))
+        found |= dict.fromkeys(_each(sandbox_cells(), ("paper", OURS), extra))
+        found |= dict.fromkeys(_each(discard_cells(full), DISCARD_POLICIES, extra))
+        found |= dict.fromkeys(_each(parameter_cells(full), parameter_labels(), extra))
+    return list(found)

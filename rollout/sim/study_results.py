@@ -1,0 +1,100 @@
+"""Raw rows of a study, asked for by cell and policy: medians over seeds, ratios, whether a cell counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from envclient.base.configs import build
+from rollout.sim.config import PRESETS, SimConfig
+from rollout.sim.cost import engine_cost
+from rollout.sim.report import KS_TOLERANCE, LENGTH_TOLERANCE
+from rollout.sim.study_cells import NO_LIMITS, ORACLE, OURS, Cell
+from rollout.sim.study_runs import Row
+
+RATE = "trained_tokens_per_hour"
+_MEAN_CONTEXT = 55_000
+"""Of the workload's trajectories at their end [AgentCgroup]."""
+
+
+class Results:
+    """Rows of one code. Where a cell has fewer seeds of one policy, only seeds of both are compared."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = list(rows)
+        self._found: dict[tuple[Cell, str], dict[int, dict[str, Any]]] = {}
+        for row in self.rows:
+            self._found.setdefault((row.cell, row.policy), {})[row.seed] = row.result
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({row.seed for row in self.rows})
+
+    def has(self, cell: Cell, policy: str) -> bool:
+        return (cell, policy) in self._found
+
+    def seeds_of(self, cell: Cell, policy: str) -> dict[int, dict[str, Any]]:
+        """Seed → result."""
+        return self._found.get((cell, policy), {})
+
+    def values(self, cell: Cell, policy: str, key: str = RATE) -> list[float]:
+        """One a seed, ascending."""
+        return sorted(float(result[key]) for result in self.seeds_of(cell, policy).values())
+
+    def middle(self, cell: Cell, policy: str, key: str = RATE) -> float | None:
+        """Median over seeds; None when there is none."""
+        values = self.values(cell, policy, key)
+        return median(values) if values else None
+
+    def ratio(self, cell: Cell, policy: str, other: str) -> float | None:
+        """Of the medians of trained tokens per hour, over the seeds that both have."""
+        mine, theirs = self.seeds_of(cell, policy), self.seeds_of(cell, other)
+        both = mine.keys() & theirs.keys()
+        if not both:
+            return None
+        return median(mine[s][RATE] for s in both) / median(theirs[s][RATE] for s in both)
+
+    def counts(self, cell: Cell, policy: str) -> bool:
+        """Whether its runs trained what was submitted: mean length within 2%, KS within 0.05."""
+        found = self.seeds_of(cell, policy).values()
+        return all(
+            abs(result["length_ratio"] - 1.0) <= LENGTH_TOLERANCE and result["length_ks"] <= KS_TOLERANCE
+            for result in found
+        )
+
+    def rivals(self, cell: Cell, live: Sequence[str]) -> list[tuple[float, str]]:
+        """(ours ÷ theirs, policy) of those whose runs count, worst for us first."""
+        found = [(ratio, name) for name in live if (ratio := self.ratio(cell, OURS, name)) and self.counts(cell, name)]
+        return sorted(found)
+
+    def bounds(self, cell: Cell) -> tuple[float | None, float | None]:
+        """(oracle ÷ ours, no limits ÷ ours): how much true lengths, and endless memory, would give."""
+        oracle = self.ratio(cell, ORACLE, OURS)
+        free = self.middle(_without_host(cell), NO_LIMITS)
+        mine = self.seeds_of(cell, OURS)
+        seeds = self.seeds_of(_without_host(cell), NO_LIMITS).keys() & mine.keys()
+        if free is None or not seeds:
+            return oracle, None
+        best = median(self.seeds_of(_without_host(cell), NO_LIMITS)[s][RATE] for s in seeds)
+        return oracle, best / median(mine[s][RATE] for s in seeds)
+
+
+def _without_host(cell: Cell) -> Cell:
+    """No limits were simulated once for every host cache."""
+    return msgspec.structs.replace(cell, l2="none")
+
+
+def kv_demand(cell: Cell) -> float:
+    """Contexts in flight, in units of the workers' device and host memory together: above 1 something must give.
+
+    A trajectory counts with half its way from the first to the mean last context, its group's prompt once.
+    """
+    config = build(SimConfig, [(cell.preset, PRESETS[cell.preset])], cell.overrides())
+    cost = engine_cost(config.model, config.engine)
+    groups = int(cell.async_factor * cell.batch)
+    private = (_MEAN_CONTEXT - config.workload.first_context) / 2
+    tokens = groups * (config.workload.first_context + config.group.size * private)
+    return tokens / (config.workers * (cost.kv_tokens + cost.host_tokens))

@@ -1,0 +1,191 @@
+"""The study: runs wanted once, raw results that a stopped study goes on with, tables that add up; and its metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from envclient.base.errors import ConfigError
+from rollout.sim import study, study_runs
+from rollout.sim.fairness import classes, discard_shares, drift, shares
+from rollout.sim.study_cells import LIVE, NO_LIMITS, ORACLE, OURS, Cell, Run, runs
+from rollout.sim.study_report import document
+from rollout.sim.study_results import Results, kv_demand
+from rollout.sim.study_runs import Row, code_digest, make_missing, read_rows
+from tests.sim.kit import run
+
+# ----------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_classes_are_equal_shares_by_length() -> None:
+    kinds = classes({f"p{n}": float(10 - n) for n in range(8)}, 4)
+    assert [kinds[f"p{n}"] for n in range(8)] == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert shares([0, 0, 3, 1], 4) == [0.5, 0.25, 0.0, 0.25]
+
+
+def test_drift_is_the_largest_distance_on_the_way() -> None:
+    kinds = {"a": 0, "b": 1, "c": 0, "d": 1}
+    stream = ["a", "b", "c", "d"]
+    assert drift(kinds, stream, [["b", "a"], ["d", "c"]]) == 0.0
+    # Both short ones first: 2/2 against the declared 1/2 of each, and equal again at the end.
+    assert drift(kinds, stream, [["a", "c"], ["b", "d"]]) == 0.5
+
+
+def test_discards_are_counted_by_decile() -> None:
+    lengths = {f"t{n}": n for n in range(20)}
+    found = discard_shares(lengths, {"t0", "t18", "t19", "another attempt"})
+    assert found == [0.5, *[0.0] * 8, 1.0]
+    assert discard_shares({}, set()) == [0.0] * 10
+
+
+def test_on_policy_order_cannot_move_the_mixture() -> None:
+    result = run("group.async_factor=1.0", "policy.name=paper")
+    assert result.mixture_drift == 0.0
+    assert run("group.async_factor=2.0", "policy.name=paper", "engine.slots=4").mixture_drift > 0.0
+
+
+def test_discards_are_shown_where_the_trainer_need_not_wait() -> None:
+    keys = ("engine.slots=2", "group.async_factor=3.0", "group.include_promoted=false", "group.max_resamples=50")
+    result = run(*keys, "policy.name=action", "group.max_refills=1000")
+    assert result.discarded > 0
+    assert sum(result.discard_shares) > 0 and max(result.discard_shares) <= 1.0
+
+
+def test_waits_and_goodput_follow_what_is_short() -> None:
+    loose, slots, sandboxes = run(), run("engine.slots=2"), run("environment.sandboxes=6")
+    assert slots.turn_wait_s > 2 * loose.turn_wait_s and slots.environment_goodput < loose.environment_goodput
+    assert loose.lease_wait_s < 0.1 < sandboxes.lease_wait_s
+    for result in (loose, slots, sandboxes):
+        assert 0 < result.rollout_goodput < 1 and sum(result.mixture) == pytest.approx(1.0)
+        busy = result.step_s * result.trainer_busy + result.sync_s + result.trainer_wait_s
+        assert busy == pytest.approx(result.step_s, rel=0.02)
+
+
+# ------------------------------------------------------------------------------------------------------------- study
+
+
+def test_every_run_is_wanted_once_and_quick_is_a_part_of_full() -> None:
+    quick, full = runs(False), runs(True)
+    assert len(set(quick)) == len(quick) and len(set(full)) == len(full)
+    assert set(quick) <= set(full)
+    cells = {run.cell for run in full if run.policy == OURS and run.cell.include_promoted and not run.cell.sandboxes}
+    assert len(cells) == 2 * 3 * 3 * 3 * 3
+    for cell in cells:
+        for policy in (*LIVE, OURS, ORACLE):
+            assert {run.seed for run in full if run.cell == cell and run.policy == policy} >= {0, 1, 2}
+
+
+def test_kv_demand_counts_device_and_host() -> None:
+    short, ample = (kv_demand(Cell(batch=64, l2=memory)) for memory in ("none", "default"))
+    assert short == pytest.approx(3 * ample, rel=1e-3)
+    assert kv_demand(Cell(batch=64, async_factor=2.0)) == pytest.approx(2 * ample)
+
+
+def _row(policy: str, rate: float, *, cell: Cell | None = None, seed: int = 0, **changed: Any) -> Row:
+    result = {
+        **run("steps=1", "skip_steps=0", "group.batch=2", "group.size=2").row(),
+        "trained_tokens_per_hour": rate,
+        "length_ratio": 1.0,
+        "length_ks": 0.0,
+        **changed,
+    }
+    return Row(
+        code="c",
+        commit="d",
+        machine="a machine",
+        cell=cell or Cell(),
+        policy=policy,
+        seed=seed,
+        cpu_s=1.0,
+        result=result,
+    )
+
+
+def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> None:
+    rows = [_row(OURS, rate, seed=seed) for seed, rate in enumerate((10.0, 30.0, 20.0))]
+    rows += [_row("paper", 10.0, seed=0), _row("action", 40.0, seed=0, length_ratio=0.9)]
+    results = Results(rows)
+    assert results.ratio(Cell(), OURS, "paper") == 1.0
+    assert results.middle(Cell(), OURS) == 20.0 and results.values(Cell(), OURS) == [10.0, 20.0, 30.0]
+    assert not results.counts(Cell(), "action")
+    assert results.rivals(Cell(), LIVE) == [(1.0, "paper")]
+    none = Cell(l2="none")
+    bounded = Results([*rows, _row(ORACLE, 25.0), _row(NO_LIMITS, 50.0, cell=none)])
+    assert bounded.bounds(Cell()) == (2.5, 5.0)
+
+
+def test_the_report_judges_targets_and_shows_losing_cells() -> None:
+    cell = Cell(batch=64, async_factor=2.0, l2="default")
+    rows = [_row(OURS, 9e6, cell=cell), _row("paper", 10e6, cell=cell), _row("program_aware", 6e6, cell=cell)]
+    text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
+    assert "| never below 0.95× | 0.90× of `paper` at 32b B=64 af=2 L2=default ρ=0.6 | **no** |" in text
+    assert "| ≥ 1.1× of ThunderAgent's rule at batch 64, L2 default | 1.50–1.50× in 1 cells | yes |" in text
+    assert "| 32b B=64 af=2 L2=default ρ=0.6 | `paper` | 0.900 |" in text
+
+
+def test_a_stopped_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [Run(cell=Cell(batch=16), policy=name, seed=0) for name in ("action", "paper", "venus")]
+    made: list[Run] = []
+
+    class Now:
+        """Runs what is submitted at once."""
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Now:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def submit(self, _: Any, one: Run) -> Any:
+            from concurrent.futures import Future
+
+            made.append(one)
+            future: Future[Any] = Future()
+            future.set_result(({"trained_tokens_per_hour": 1e6}, 0.1))
+            return future
+
+    monkeypatch.setattr(study_runs, "ProcessPoolExecutor", Now)
+    raw = tmp_path / "study" / "raw.jsonl"
+    lines: list[str] = []
+    assert make_missing(raw, wanted[:1], processes=1, budget_s=None, tell=lines.append) == 0
+    with raw.open("ab") as file:
+        file.write(b'{"code": "cut off')  # killed while writing
+    assert make_missing(raw, wanted, processes=2, budget_s=None, tell=lines.append) == 0
+    assert made == wanted and [row.run for row in read_rows(raw)] == wanted
+    assert {row.code for row in read_rows(raw)} == {code_digest()}
+    assert make_missing(raw, [*wanted, Run(cell=Cell(), policy="paper", seed=1)], processes=1, budget_s=-1.0) == 1
+    assert "[2/2, 0 min left]" in lines[-1]
+
+
+def test_one_run_as_a_process_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"workers": 1, "group": {"size": 2}, "workload": {"turns_mu": 1.0}, "engine": {"kv_tokens": 200000}}
+    monkeypatch.setitem(study_runs.PRESETS, "tiny", tiny)
+    monkeypatch.setattr(Cell, "overrides", lambda self: ["group.batch=2", "steps=2", "skip_steps=0"])
+    one = Run(cell=Cell(preset="tiny"), policy="trajectory:engine.slots=1", seed=3)
+    row, cpu_s = study_runs.simulate_run(one)
+    assert row["policy"] == one.policy and row["seed"] == 3 and row["steps"] == 2 and cpu_s >= 0
+    assert len(row["mixture"]) == 4 and "trained_lengths" not in row
+
+
+def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
+    cell = Cell(batch=64, async_factor=2.0)
+    rows = [_row(policy, 1e6, cell=cell) for policy in (OURS, "trajectory", "trajectory:engine.slots=8")]
+    raw = tmp_path / "study" / "raw.jsonl"
+    raw.parent.mkdir()
+    raw.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    assert study.main(["--report-only", "--folder", str(tmp_path)]) == 0
+    text = (tmp_path / "STUDY.md").read_text()
+    assert "Runs: 3 of the" in text and "Commit d (code c;" in text and "a machine" in text
+    for name in ("throughput", "slots"):
+        assert (tmp_path / "study" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--processes is 0"):
+        study.main(["--processes", "0", "--folder", str(tmp_path)])
+    with pytest.raises(ConfigError, match="no run of this study"):
+        study.main(["--report-only", "--folder", str(tmp_path)])

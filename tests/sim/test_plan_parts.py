@@ -129,6 +129,19 @@ def test_a_cluster_that_is_too_small_says_what_is_missing(keys: tuple[str, ...],
         candidates(config, dict.fromkeys(fit, 64))
 
 
+def test_options_that_cannot_work_are_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for argv, said in (
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--out", str(tmp_path / "file")], "--out: .*file' is no folder"),
+        (["--seeds", "x"], "--seeds 'x' is no list of seeds"),
+        (["--workload", str(tmp_path)], r"has no events\.jsonl"),
+        (["--policy", "paper:engine.slots=3"], r"sim\.engine\.slots is what the planner decides"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            main(argv)
+
+
 def test_unknown_workloads_and_policies_are_refused() -> None:
     for key, said in (("sim.workload.kind=mail", "mail"), ("sim.policy.name=best", "best")):
         with pytest.raises(ConfigError, match=said):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envclient.base.configs import read_yaml, to_yaml
-from envclient.base.errors import main_guard
+from envclient.base.errors import ConfigError, main_guard
 from envclient.base.files import write_atomic
 from rollout.sim.__main__ import policy_keys, seed_list
 from rollout.sim.config import PRESETS
@@ -55,6 +55,11 @@ def overrides(args: Any) -> list[str]:
 
 
 def question(args: Any) -> PlanConfig:
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs is {args.jobs}", "give at least 1")
+    for option, folder in (("--out", args.out), ("--json", args.json.parent if args.json else None)):
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{option}: {str(folder)!r} is no folder", "name another one")
     layers = [(str(args.config), read_yaml(args.config))] if args.config is not None else []
     return plan_config(args.preset, quick=args.quick, layers=layers, overrides=overrides(args))
 

@@ -10,7 +10,7 @@ from rollout.sim.plan.answer import Answer
 from rollout.sim.plan.report import CURVES
 from rollout.sim.plan.waiting import RESOURCES
 
-_SIMULATED, _CHOSEN = "tab:blue", "tab:red"
+_SIMULATED, _CHOSEN, _NOTHING = "tab:blue", "tab:red", "lightgray"
 
 
 def plot(found: Answer, folder: Path) -> list[Path]:
@@ -73,6 +73,7 @@ def _curve(axis: Any, found: Answer, name: str) -> None:
     at = [(a, m) for a, m in zip(x, middle, strict=True) if a == chosen]
     if at:
         axis.plot([at[0][0]], [at[0][1]], "o", markersize=9, fillstyle="none", color=_CHOSEN, label="the plan")
+    axis.set_xticks(x)
     axis.set_ylim(0, 1.15 * max(m + up for m, up in zip(middle, spread[1], strict=True)))
     axis.set_ylabel("million trained tokens an hour", fontsize=8)
 
@@ -102,7 +103,8 @@ def _bottleneck(pyplot: Any, found: Answer, path: Path) -> Path:
 def _money(pyplot: Any, found: Answer, path: Path) -> Path:
     figure, axis = pyplot.subplots(figsize=(8, 3))
     gains = found.purchases[::-1]
-    axis.barh([gain.words for gain in gains], [gain.per_1000 / 1e3 for gain in gains], color=_SIMULATED)
+    colors = [_SIMULATED if abs(gain.gain) > found.config.search.tie else _NOTHING for gain in gains]
+    axis.barh([gain.words for gain in gains], [gain.per_1000 / 1e3 for gain in gains], color=colors)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_xlabel("thousand trained tokens an hour more, for 1,000 euro a month")
+    axis.set_xlabel("thousand trained tokens an hour more, for 1,000 euro a month (gray: no gain)", fontsize=9)
     return _save(pyplot, figure, path)

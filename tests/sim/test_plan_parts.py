@@ -51,6 +51,14 @@ def test_candidates_fill_the_cluster_and_fit() -> None:
     assert month_cost(config, paper) == 32 * 1500 + 2 * 2000 * 2
 
 
+def test_a_large_cluster_is_searched_in_steps() -> None:
+    config = plan_config("4b", overrides=["cluster.gpus=1024", "search.tp=[1]", "search.async_factors=[1.0]"])
+    workers = [c.workers for c in candidates(config, {1: 64})]
+    # With 16 groups a batch there are at most 16 replicas: training takes up to 15 × 64 GPUs.
+    assert len(workers) == config.search.splits and workers == sorted(set(workers))
+    assert (workers[0], workers[-1]) == (64, 1022)
+
+
 @pytest.mark.parametrize("keys", [(), ("cluster.sandboxes=6",), ("sim.engine.kv_tokens=25000", "search.slots=[3]")])
 def test_no_simulation_beats_its_closed_form(keys: tuple[str, ...]) -> None:
     config = small_plan("search.async_factors=[1.0,2.0]", "sim.workload.scale_tools=0.2", *keys)

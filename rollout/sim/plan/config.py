@@ -82,6 +82,8 @@ class SearchConfig:
     """Sizes of the host cache, shares of what the cluster allows."""
     sandbox_shares: list[float] = field(default_factory=lambda: [0.5, 0.625, 0.75, 0.875, 1.0])
     """Numbers of sandboxes, shares of what is needed and there."""
+    splits: int = 24
+    """Splits of the GPUs for each TP, at most: evenly spread where there are more."""
     starters: int = 16
     """Candidates that the closed form lets into the first round."""
     finalists: int = 4
@@ -197,6 +199,7 @@ def check(config: PlanConfig) -> None:
         ("training.spread_bytes", training.spread_bytes, 0),
         ("training.min_gpus", training.min_gpus, 0),
         ("training.gpus_per_replica", training.gpus_per_replica, 0),
+        ("search.splits", search.splits, 2),
         ("search.starters", search.starters, 1),
         ("search.finalists", search.finalists, 1),
         ("search.screen_steps", search.screen_steps, 2),
@@ -206,7 +209,7 @@ def check(config: PlanConfig) -> None:
         ("search.tie", search.tie, 0),
         ("search.slack", search.slack, 1),
         ("search.sample_groups", search.sample_groups, 1),
-        ("search.curve_points", search.curve_points, 1),
+        ("search.curve_points", search.curve_points, 2),
     ]
     for key, value, least in at_least:
         if value < least:

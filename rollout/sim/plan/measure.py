@@ -134,7 +134,7 @@ class Simulations:
     ) -> list[Measured]:
         """Simulate every candidate with every seed, `change` applied to each simulation."""
         wanted = [[self._config(candidate, steps, seed, change) for seed in seeds] for candidate in candidates]
-        self.run([config for row in wanted for config in row], what)
+        self._run([config for row in wanted for config in row], what)
         return [
             Measured(candidate=candidate, steps=steps, runs=[self._known[_key(config)] for config in row])
             for candidate, row in zip(candidates, wanted, strict=True)
@@ -144,7 +144,7 @@ class Simulations:
         made = sim_config(self.config, candidate, steps=steps, seed=seed)
         return change(made) if change else made
 
-    def run(self, configs: Sequence[SimConfig], what: str) -> None:
+    def _run(self, configs: Sequence[SimConfig], what: str) -> None:
         """Simulate those that are not known yet."""
         new = {_key(config): config for config in configs if _key(config) not in self._known}
         if not new:

@@ -21,7 +21,7 @@ import msgspec
 from rollout.sim.plan.bounds import Bounds, Means, bounds, starting_slots
 from rollout.sim.plan.config import PlanConfig
 from rollout.sim.plan.measure import Measured, Simulations, scaled_down
-from rollout.sim.plan.space import Candidate, candidates, l2_limit_gb, tp_choices
+from rollout.sim.plan.space import Candidate, candidates, l2_limit_gb, spread, tp_choices
 from rollout.sim.plan.waiting import RESOURCES
 
 _CLIMBS = 4
@@ -217,14 +217,9 @@ class Search:
 
     def _split_curve(self, candidate: Candidate) -> list[Measured]:
         """The winner's TP and settings on the other splits, the winner's own among them."""
-        most = self.config.search.curve_points
-        splits = sorted(
-            {(c.training_gpus, c.replicas, c.workers) for c in self._field if c.tp == candidate.tp},
-        )
-        own = next(i for i, s in enumerate(splits) if s[2] == candidate.workers)
-        if len(splits) > most:
-            spread = {round(i * (len(splits) - 1) / max(1, most - 1)) for i in range(most)}
-            splits = [splits[i] for i in sorted(spread | {own})]
+        splits = sorted({(c.training_gpus, c.replicas, c.workers) for c in self._field if c.tp == candidate.tp})
+        own = (candidate.training_gpus, candidate.replicas, candidate.workers)
+        splits = sorted({*spread(splits, self.config.search.curve_points), own})
         variants = [
             candidate.changed(
                 training_gpus=gpus, replicas=replicas, workers=workers, sandboxes=self.config.cluster.sandboxes

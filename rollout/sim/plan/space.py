@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
@@ -10,6 +12,8 @@ from envclient.base.errors import ConfigError
 from rollout.sim.config import SimConfig
 from rollout.sim.cost import engine_cost
 from rollout.sim.plan.config import PlanConfig
+
+T = TypeVar("T")
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -137,6 +141,13 @@ def tp_choices(config: PlanConfig) -> tuple[dict[int, int], list[str]]:
     return fit, why_not
 
 
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """At most `most` (≥ 2) of them, evenly spread, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i] for i in sorted({round(n * (len(items) - 1) / (most - 1)) for n in range(most)})]
+
+
 def candidates(config: PlanConfig, slots_of: dict[int, int]) -> list[Candidate]:
     """Every feasible split × TP × async factor, with all the host memory and sandboxes there are.
 
@@ -151,11 +162,12 @@ def candidates(config: PlanConfig, slots_of: dict[int, int]) -> list[Candidate]:
     if not fit:
         raise ConfigError(f"no search.tp of {list(config.search.tp)} fits: {'; '.join(why_not)}", "raise hbm_gb or tp")
     least = min_training_gpus(config)
-    splits: dict[tuple[int, int], tuple[int, int]] = {}
-    for tp in fit:
-        for training, replicas in training_choices(config, gpus - tp):
-            # Of the splits with as many workers the one that leaves the fewest GPUs idle.
-            splits[tp, (gpus - training) // tp] = (training, replicas)
+    splits: list[tuple[int, int, int, int]] = []
+    for tp in sorted(fit):
+        # Of the splits with as many workers the one that leaves the fewest GPUs idle.
+        by_workers = {(gpus - training) // tp: (training, n) for training, n in training_choices(config, gpus - tp)}
+        rows = [(tp, workers, *by_workers[workers]) for workers in sorted(by_workers)]
+        splits += spread(rows, config.search.splits)
     if not splits:
         raise ConfigError(
             f"cluster.gpus is {gpus}: training needs {least} and a rollout worker {min(fit)}",
@@ -172,7 +184,7 @@ def candidates(config: PlanConfig, slots_of: dict[int, int]) -> list[Candidate]:
             l2_gb=l2_limit_gb(config) * max(config.search.l2_shares),
             sandboxes=config.cluster.sandboxes,
         )
-        for (tp, workers), (training, replicas) in sorted(splits.items())
+        for tp, workers, training, replicas in splits
         for factor in sorted(set(config.search.async_factors))
     ]
 

@@ -23,7 +23,7 @@ from rollout.sim.report import table
 from rollout.types import EventRow
 
 
-def _numbers(text: str) -> list[int]:
+def seed_list(text: str) -> list[int]:
     """`3` is one seed, `0,1,2` a list, `0-4` a range."""
     try:
         found: list[int] = []
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(to_yaml(config))
         return 0
     policies = [name for name in args.policies.split(",") if name] or [config.policy.name]
-    seeds = _numbers(args.seeds) if args.seeds else [config.seed]
+    seeds = seed_list(args.seeds) if args.seeds else [config.seed]
     results = []
     for name in policies:
         for seed in seeds:

@@ -29,11 +29,12 @@ def summary(samples: Sequence[EpisodeSamples]) -> str:
     )
 
 
-def _main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rollout.predictor.collect")
     parser.add_argument("runs", type=Path, nargs="+", help="run folders")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     samples = collect(arguments.runs)
     write_samples(samples, arguments.out)
     print(f"{arguments.out}: {summary(samples)}")
@@ -41,4 +42,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    main_guard(_main)
+    main_guard(main)

@@ -54,10 +54,15 @@ class EpisodeSamples(Record, frozen=True, kw_only=True):
     turns: list[TurnSample]
 
 
-def is_held_out(task_id: str, share: float = HELD_OUT_SHARE, salt: str = "") -> bool:
-    """Whether a task belongs to a random `share` of all tasks: by its name alone, so the same in every run."""
-    digest = hashlib.blake2b(f"{salt}{task_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+def draw(task_id: str, salt: str = "") -> float:
+    """A number in [0, 1) that is random among tasks and depends on the name alone: the same in every run."""
+    digest = hashlib.blake2b(f"{salt}{task_id}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+
+def is_held_out(task_id: str) -> bool:
+    """Whether the task is for evaluation only."""
+    return draw(task_id) < HELD_OUT_SHARE
 
 
 def window(token_ids: Sequence[int], limit: int) -> list[int]:

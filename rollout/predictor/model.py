@@ -88,7 +88,7 @@ def load(path: Path, bias: float = 0.0) -> LengthModel:
     Raises:
         ConfigError: no such folder, or it holds another kind of model.
     """
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
 
     try:
         kinds = json.loads((path / "config.json").read_text()).get("architectures") or []
@@ -96,9 +96,9 @@ def load(path: Path, bias: float = 0.0) -> LengthModel:
         raise ConfigError(f"predictor model {str(path)!r}: {error}", "name a folder with a Qwen3 model") from None
     if kinds not in ([ARCHITECTURE], ["Qwen3ForCausalLM"]):
         raise ConfigError(f"predictor model {str(path)!r} is {kinds}", f"use {ARCHITECTURE} or Qwen3ForCausalLM")
-    trunk = AutoModel.from_pretrained(str(path), dtype=torch.float32)
-    model = LengthModel(trunk, bias)
-    if kinds == [ARCHITECTURE]:
-        tensors = load_file(path / WEIGHTS)
-        model.score.load_state_dict({name: tensors[f"score.{name}"] for name in ("weight", "bias")})
+    if kinds != [ARCHITECTURE]:
+        return LengthModel(AutoModel.from_pretrained(str(path), dtype=torch.float32), bias).eval()
+    model = LengthModel(AutoModel.from_config(AutoConfig.from_pretrained(str(path)), dtype=torch.float32))
+    tensors = load_file(path / WEIGHTS)
+    model.load_state_dict({name.replace("model.", "trunk.", 1): value for name, value in tensors.items()})
     return model.eval()

@@ -1,8 +1,8 @@
 """The predictor follows the policy: trained again on the run's newest episodes at every checkpoint, meanwhile.
 
 Training is a process of its own at the lowest priority, with a bound on its minutes. What it made is served only when
-its loss on held-back tasks is below that of what it began from; the swap is the scorer's, and `current.json` (the pointer)
-is replaced after it, so that a resumed run begins with the newest.
+its loss on held-back tasks is below that of what it began from; the swap is the scorer's, and the pointer
+`current.json` is replaced after it, so that a resumed run begins with the newest.
 """
 
 from __future__ import annotations

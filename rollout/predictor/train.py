@@ -22,7 +22,7 @@ from torch.nn import functional
 from envclient.base.errors import ConfigError, main_guard
 from envclient.base.files import write_json_atomic
 from rollout.predictor.collect import collect, summary
-from rollout.predictor.data import EpisodeSamples, is_held_out, read_samples, window
+from rollout.predictor.data import EpisodeSamples, draw, read_samples, window
 from rollout.predictor.model import LengthModel, load
 
 REPORT = "train.json"
@@ -117,14 +117,15 @@ def fit(model: LengthModel, samples: Sequence[EpisodeSamples], settings: TrainSe
     """
     begun = time.monotonic()
     check(model, samples, settings)
-    parts: dict[bool, list[EpisodeSamples]] = {True: [], False: []}
-    for sample in samples:
-        if not sample.held_out:
-            parts[is_held_out(sample.task_id, _JUDGED_SHARE, "judge")].append(sample)
-    judged = sequences(parts[True], settings.context_tokens)
-    learnt = sequences(parts[False], settings.context_tokens)
-    if not judged or not learnt:
-        raise ConfigError(f"{len(samples)} episodes are too few to train on", "collect more tasks")
+    tasks = sorted({s.task_id for s in samples if not s.held_out}, key=lambda task: draw(task, "judge"))
+    if len(tasks) < 2:
+        raise ConfigError(
+            f"{len(samples)} episodes of {len(tasks)} tasks that are not held out are too few to train on",
+            "collect more tasks",
+        )
+    judges = set(tasks[: max(1, round(_JUDGED_SHARE * len(tasks)))])
+    judged = sequences((s for s in samples if s.task_id in judges), settings.context_tokens)
+    learnt = sequences((s for s in samples if s.task_id in set(tasks) - judges), settings.context_tokens)
     rng = random.Random(settings.seed)
     torch.manual_seed(settings.seed)
     before = mean_loss(model, judged, settings)
@@ -197,7 +198,8 @@ def typical_log(samples: Sequence[EpisodeSamples]) -> float:
     return sum(logs) / max(1, len(logs))
 
 
-def _main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
     defaults = TrainSettings()
     parser = argparse.ArgumentParser(prog="python -m rollout.predictor.train")
     source = parser.add_mutually_exclusive_group(required=True)
@@ -211,7 +213,7 @@ def _main() -> int:
     parser.add_argument("--batch-tokens", type=int, default=defaults.batch_tokens)
     parser.add_argument("--context-tokens", type=int, default=defaults.context_tokens)
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    a = parser.parse_args()
+    a = parser.parse_args(argv)
     if (a.out / "config.json").exists():
         raise ConfigError(f"--out {a.out} already holds a model", "name another folder")
     samples = read_samples(a.data) if a.data is not None else collect([a.run])
@@ -238,4 +240,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    main_guard(_main)
+    main_guard(main)

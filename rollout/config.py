@@ -238,6 +238,8 @@ class PredictorConfig:
     """Inputs computed at once."""
     kv_tokens: int = 65536
     """KV capacity of its engine, in tokens: prefixes that stay there are not computed again."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further SGLang server arguments (name without dashes → value)."""
     timeout_s: float = 10.0
     """Seconds after which an answer is not waited for any more; a tool that returns earlier does not wait at all."""
     max_questions: int = 64

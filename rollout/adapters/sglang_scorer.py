@@ -8,8 +8,9 @@ cache, so that a turn costs its new tokens only. New weights of the same shape a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from envclient.base.errors import InvariantError, WireError
 from rollout.adapters.sglang_engine import SglangEngine
@@ -24,6 +25,7 @@ class SglangScorer(SglangEngine):
         context_tokens: longest input.
         kv_tokens: capacity of its cache.
         slots: inputs computed together.
+        engine_args: further arguments of the server.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class SglangScorer(SglangEngine):
         kv_tokens: int,
         slots: int,
         dtype: str = "float32",
+        engine_args: Mapping[str, Any] = {},
         start_timeout_s: float = 240.0,
         request_timeout_s: float = 60.0,
     ) -> None:
@@ -44,7 +47,7 @@ class SglangScorer(SglangEngine):
             kv_tokens=kv_tokens,
             engine_start_timeout_s=start_timeout_s,
             request_timeout_s=request_timeout_s,
-            engine_args={"is-embedding": True},
+            engine_args={**engine_args, "is-embedding": True},
         )
         model = ModelConfig(path=str(folder), dtype=dtype, context_length=context_tokens)
         super().__init__(model_path=str(folder), model=model, worker=worker, log=log, token=token, seed=0)

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 _FEWEST = 20
 """Samples of a turn below which its correlation says nothing."""
+_EVERY_TURN_TO = 12
+_LATER_TURNS = (16, 24, 32, 48, 64, 96, 128, 192, 256)
 _RESAMPLES = 200
 
 
@@ -48,13 +50,17 @@ class TurnAgreement:
 def by_turn(
     turns: Sequence[int], tasks: Sequence[str], truth: Sequence[float], estimates: Mapping[str, Sequence[float]]
 ) -> list[TurnAgreement]:
-    """A row for every turn with enough samples, and one over all. Lists have one entry a sample."""
+    """A row for every turn with enough samples (of the later ones for some), and one over all samples.
+
+    Lists have one entry a sample.
+    """
     at = np.asarray(turns)
     _, task = np.unique(np.asarray(tasks), return_inverse=True)
     target = np.asarray(truth, dtype=np.float64)
     values = {name: np.asarray(column, dtype=np.float64) for name, column in estimates.items()}
     rows = []
-    for turn in [*sorted(set(turns)), None]:
+    shown = [turn for turn in sorted(set(turns)) if turn <= _EVERY_TURN_TO or turn in _LATER_TURNS]
+    for turn in [*shown, None]:
         chosen = np.flatnonzero(at == turn) if turn is not None else np.arange(len(at))
         if len(chosen) >= _FEWEST:
             name = "all" if turn is None else str(turn)

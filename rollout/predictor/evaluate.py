@@ -1,4 +1,4 @@
-"""`python -m rollout.predictor.evaluate --data samples.jsonl --model FOLDER [--json FILE] [--plot FILE] [--run RUN]`.
+"""`python -m rollout.predictor.evaluate --data samples.jsonl --model FOLDER [--json FILE] [--plot FILE]`.
 
 Spearman's correlation between estimates and truth on held-out tasks, by turn. Compared: the predictor; the embedded
 estimator as it stood at that moment of the run; the mean length of the siblings that had finished by then, less what
@@ -38,8 +38,8 @@ def predict(model: LengthModel, samples: Sequence[EpisodeSamples], limit: int) -
     return [[next(flat) for _ in sample.turns] for sample in samples]
 
 
-def compare(samples: Sequence[EpisodeSamples], model: LengthModel, limit: int) -> list[TurnAgreement]:
-    """The table's rows, over the held-out samples.
+def compare(samples: Sequence[EpisodeSamples], model: LengthModel | None, limit: int) -> list[TurnAgreement]:
+    """The table's rows, over the held-out samples; without a model those of the simpler estimates.
 
     Raises:
         ConfigError: none are held out, or all are.
@@ -50,19 +50,20 @@ def compare(samples: Sequence[EpisodeSamples], model: LengthModel, limit: int) -
         raise ConfigError(f"of {len(samples)} episodes {len(held)} are held out", "collect more tasks")
     usual = sum(totals) / len(totals)
     flat = [(sample, turn) for sample in held for turn in sample.turns]
-    predicted = [value for row in predict(model, held, limit) for value in row]
     embedded = [turn.embedded_tokens for _, turn in flat]
+    estimates: dict[str, list[float]] = {}
+    if model is not None:
+        estimates["predictor"] = [value for row in predict(model, held, limit) for value in row]
+        pairs = zip(estimates["predictor"], embedded, strict=True)
+        estimates["both"] = [math.sqrt((1 + a) * (1 + b)) - 1 for a, b in pairs]
+    estimates["embedded"] = embedded
+    estimates["siblings"] = [_siblings(turn, usual) for _, turn in flat]
+    estimates["prompt"] = [float(sample.turns[0].context_tokens) for sample, _ in flat]
     return by_turn(
         [turn.turn for _, turn in flat],
         [sample.task_id for sample, _ in flat],
         [turn.remaining_tokens for _, turn in flat],
-        {
-            "predictor": predicted,
-            "embedded": embedded,
-            "both": [math.sqrt((1 + a) * (1 + b)) - 1 for a, b in zip(predicted, embedded, strict=True)],
-            "siblings": [_siblings(turn, usual) for _, turn in flat],
-            "prompt": [float(sample.turns[0].context_tokens) for sample, _ in flat],
-        },
+        estimates,
     )
 
 
@@ -123,13 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rollout.predictor.evaluate")
     parser.add_argument("--data", type=Path, required=True, help="samples of rollout.predictor.collect")
-    parser.add_argument("--model", type=Path, required=True, help="folder of rollout.predictor.train")
+    parser.add_argument("--model", type=Path, help="folder of rollout.predictor.train; none: simpler estimates only")
     parser.add_argument("--context-tokens", type=int, default=4096)
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     parser.add_argument("--plot", type=Path, help="PNG to draw")
     parser.add_argument("--run", type=Path, help="run with a predictor, for the seconds of its answers")
     arguments = parser.parse_args(argv)
-    rows = compare(read_samples(arguments.data), load(arguments.model), arguments.context_tokens)
+    model = load(arguments.model) if arguments.model is not None else None
+    rows = compare(read_samples(arguments.data), model, arguments.context_tokens)
     report: dict[str, Any] = {"held_out": [asdict(row) for row in rows]}
     print(table(rows))
     if arguments.run is not None:

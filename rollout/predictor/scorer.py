@@ -96,5 +96,6 @@ def make_scorer(config: PredictorConfig, folder: Path, *, log: Path, token: str)
         kv_tokens=config.kv_tokens,
         slots=config.slots,
         dtype=config.dtype,
+        engine_args=config.engine_args,
         request_timeout_s=config.timeout_s,
     )

@@ -9,7 +9,7 @@ import pytest
 from envclient.base.errors import ConfigError
 from rollout.policy.jobs import Job, JobGroup
 from rollout.policy.lengths import OnlineLengths
-from rollout.predictor.collect import collect, main
+from rollout.predictor.collect import coding_sessions, collect, main
 from rollout.predictor.data import draw, is_held_out, make_samples, read_samples, window
 from rollout.predictor.episodes import EpisodeLog, EpisodeRow, read_episodes
 from rollout.types import (
@@ -166,6 +166,14 @@ def test_the_embedded_estimate_is_the_live_one() -> None:
     assert len(set(said[-40:])) > 10, "it has learnt to tell them apart"
 
 
+def test_the_coding_sessions_are_episodes_without_text() -> None:
+    found = coding_sessions()
+    assert len(found) == len({sample.group_id for sample in found}) == 460
+    assert all(sample.token_ids == [] and sample.turns[-1].remaining_tokens == 0 for sample in found)
+    contexts = [turn.context_tokens for turn in found[0].turns]
+    assert contexts == sorted(contexts)
+
+
 def test_tasks_are_held_out_by_name() -> None:
     names = [f"task{number}" for number in range(2000)]
     held = [name for name in names if is_held_out(name)]
@@ -187,5 +195,7 @@ def test_collect_writes_what_train_and_evaluate_read(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert said == f"{out}: 1 episodes of 1 tasks, 3 samples; held out: 0 episodes of 0 tasks\n"
     assert read_samples(out) == collect([tmp_path])
+    with pytest.raises(ConfigError, match="--sessions alone"):
+        main([str(tmp_path), "--sessions", "--out", str(out)])
     with pytest.raises(ConfigError, match=r"rollout.predictor.collect"):
         read_samples(tmp_path / "none.jsonl")

@@ -27,6 +27,7 @@ from envclient.base.configs import build, read_yaml, to_yaml
 from envclient.base.errors import ConfigError, PreflightError, VenusError, WireError, main_guard
 from envclient.base.files import read_json, read_jsonl, write_atomic
 from envclient.base.ports import listen, port_of
+from envclient.base.processes import Child
 from envclient.base.wire import Client
 from megatron_venus import algorithms
 from megatron_venus.checkpoint_index import find_latest, latest_of
@@ -48,6 +49,8 @@ SHORT_KEYS = {
     "async_factor": "rollout.group.async_factor",
 }
 STATUS_EVERY_S = 1.0
+PREDICTOR = "predictor"
+"""The one role whose end the run survives: its answers change nothing but the order of turns."""
 
 
 def resolve(config_path: Path, overrides: Sequence[str]) -> VenusConfig:
@@ -144,6 +147,7 @@ def dry_run(config: VenusConfig, run_dir: Path) -> str:
     roles = [
         f"environment   1 process, backend {config.env.backend}, at most {config.env.max_sandboxes} sandboxes",
         "coordinator   1 process",
+        *(["predictor     1 process"] if config.rollout.predictor.enabled else []),
         f"workers       {config.rollout.worker.count}, each with one engine of {config.rollout.worker.slots} slots",
         f"actor         {config.actor.ranks} rank(s) under torchrun",
     ]
@@ -173,6 +177,8 @@ class Launcher:
         config, here = self.config, self.run_dir
         env_socket = None if config.env.url else listen(config.env.host, config.env.port)
         hub_socket = listen(config.rollout.coordinator.host, config.rollout.coordinator.port)
+        predictor = config.rollout.predictor
+        predictor_socket = listen(predictor.host, predictor.port) if predictor.enabled else None
         env_url = config.env.url or f"http://{config.env.host}:{port_of(env_socket)}"  # type: ignore[arg-type]
         hub_url = f"http://{config.rollout.coordinator.host}:{port_of(hub_socket)}"
         python = [sys.executable, "-m"]
@@ -189,6 +195,13 @@ class Launcher:
             argv = [*python, "rollout.coordinator", "--run-dir", str(here), "--fd", str(fd)]
             await supervisor.start("coordinator", [*argv, "--resume-step", str(self.resume_step)], pass_fds=[fd])
             hub_socket.close()
+            asking: list[str] = []
+            if predictor_socket is not None:
+                fd = predictor_socket.fileno()
+                argv = [*python, "rollout.predictor.serve", "--run-dir", str(here), "--fd", str(fd)]
+                await supervisor.start(PREDICTOR, argv, pass_fds=[fd])
+                asking = ["--predictor", f"http://{predictor.host}:{port_of(predictor_socket)}"]
+                predictor_socket.close()
             for index in range(config.rollout.worker.count):
                 argv = [
                     *python,
@@ -200,14 +213,14 @@ class Launcher:
                     "--coordinator",
                     hub_url,
                 ]
-                argv += ["--environment", env_url, "--version", str(version), "--model", model]
+                argv += ["--environment", env_url, "--version", str(version), "--model", model, *asking]
                 await supervisor.start(f"worker-w{index}", argv)
             torchrun = [*python, "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.actor.ranks)]
             argv = [*torchrun, "-m", "megatron_venus.train", "--run-dir", str(here), "--coordinator", hub_url]
             actor = await supervisor.start("actor", [*argv, "--resume-step", str(self.resume_step)])
             async with Client(hub_url, supervisor.token, timeout_s=10.0) as hub:
                 watch = asyncio.create_task(self._watch(hub))
-                exit_wait = asyncio.create_task(supervisor.wait_exit())
+                exit_wait = asyncio.create_task(self._wait_exit(supervisor))
                 try:
                     await asyncio.wait({watch, exit_wait}, return_when=asyncio.FIRST_COMPLETED)
                     if exit_wait.done():
@@ -236,6 +249,13 @@ class Launcher:
             raise supervisor.died(child)
         supervisor.forget(child)
         return out
+
+    async def _wait_exit(self, supervisor: Supervisor) -> Child:
+        """The first role that ends and that the run cannot do without."""
+        while (child := await supervisor.wait_exit()).role == PREDICTOR:
+            self.screen.line(f"warning: the run goes on without its predictor: {supervisor.died(child)}")
+            supervisor.forget(child)
+        return child
 
     async def _raise_failure(self, hub: Client) -> None:
         """The coordinator's own word on why the run stopped, where it has one, is better than a dead role's log."""

@@ -23,6 +23,7 @@ from envclient.base.ports import listen
 from megatron_venus import algorithms, layout_rules
 from megatron_venus.config import VenusConfig
 from megatron_venus.model_files import check_model_files
+from rollout.predictor.settings import check_settings
 from rollout.rope import check_context, rope_of
 from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES
 
@@ -78,6 +79,7 @@ def check_values(config: VenusConfig) -> None:
         value = getattr(config.rollout.policy, name)
         if not low <= value <= high:
             raise ConfigError(f"rollout.policy.{name}={value} is out of range", f"use {low} to {high}")
+    check_settings(config.rollout.predictor)
     sampling = config.rollout.sampling
     if not (math.isfinite(sampling.temperature) and sampling.temperature > 0):
         raise ConfigError(

@@ -218,6 +218,51 @@ class CoordinatorConfig:
 
 
 @dataclass(kw_only=True)
+class PredictorConfig:
+    """A small language model that is asked at every turn's end, while the tool runs, how much is still to come."""
+
+    enabled: bool = False
+    """Start the predictor's service and ask it. The embedded estimate is always on, and alone without it."""
+    record: bool = False
+    """Write finished training episodes into the run's `predictor/`, to train on; `enabled` with `refresh` does too."""
+    record_steps: int = 8
+    """Optimizer steps whose episodes are kept; 0: all."""
+    model: str = ""
+    """Folder of a trained predictor; empty: none answers until the first refresh has made one."""
+    trunk: str = ""
+    """Folder of the Qwen3 that a first predictor is made of, with the policy's tokenizer (Qwen3-0.6B for Qwen3-32B)."""
+    engine: str = "sglang"
+    """`sglang`: a server of its own (classify path); `torch`: in the service's process, for very small models."""
+    dtype: str = "float32"
+    """`float32` or `bfloat16`, in the engine."""
+    context_tokens: int = 4096
+    """Longest input; of a longer context the first quarter and the last three quarters of so many tokens are read."""
+    slots: int = 16
+    """Inputs computed at once."""
+    kv_tokens: int = 65536
+    """KV capacity of its engine, in tokens: prefixes that stay there are not computed again."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further SGLang server arguments (name without dashes → value)."""
+    timeout_s: float = 10.0
+    """Seconds after which an answer is not waited for any more; a tool that returns earlier does not wait at all."""
+    max_questions: int = 64
+    """Questions of one worker under way at once; turns that end beyond them are not asked about."""
+    refresh: bool = True
+    """Train it again on the run's own episodes at every checkpoint, in the background."""
+    refresh_minutes: float = 5.0
+    """Minutes that one training may take."""
+    host: str = "127.0.0.1"
+    """Address of the service."""
+    port: int = 0
+    """0: any free port."""
+
+    @property
+    def records(self) -> bool:
+        """Whether the coordinator writes episodes down."""
+        return self.record or (self.enabled and self.refresh)
+
+
+@dataclass(kw_only=True)
 class RolloutConfig:
     """The rollout's part of the run config."""
 
@@ -227,6 +272,7 @@ class RolloutConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
     tasks: FactoryConfig = field(default_factory=FactoryConfig)
     """TaskSource: which tasks there are."""
     agent: FactoryConfig = field(default_factory=FactoryConfig)

@@ -5,6 +5,7 @@ Who calls what:
 * actor replica  -> coordinator: `/v1/actor/next_group`, `/v1/actor/ack`, `/v1/actor/step`, `/v1/actor/sync_begin`,
   `/v1/actor/sync_end`, `/v1/actor/evaluate`
 * launcher       -> coordinator: `/v1/status`
+* rollout worker -> predictor:   `/v1/predict`
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from rollout.types import (
     BatchCounts,
     Capabilities,
+    LengthEstimated,
     Purpose,
     Record,
     Trajectory,
@@ -48,7 +50,7 @@ class JoinRequest(Record, frozen=True, kw_only=True):
     host_kv_tokens: int = 0
 
 
-WorkerReport = TurnReady | TurnEnded | WorkerPaused | WeightsAcknowledged | Trajectory
+WorkerReport = TurnReady | TurnEnded | LengthEstimated | WorkerPaused | WeightsAcknowledged | Trajectory
 """What a worker tells: events, and whole trajectories (from which the shell makes TrajectoryEnded)."""
 
 
@@ -151,6 +153,25 @@ class Status(Record, frozen=True, kw_only=True):
     phase: str
     """One word for people: starting, rollout, train, sync, eval, done."""
     failure: str = ""
+
+
+# ------------------------------------------------------------------------------------------------------ predictor
+
+
+class PredictRequest(Record, frozen=True, kw_only=True):
+    """`/v1/predict`: how much will this trajectory still generate?"""
+
+    trajectory_id: str
+    turn: int
+    """Turns that have ended."""
+    token_ids: list[int]
+    """Prompt and everything after it, up to the end of that turn."""
+
+
+class PredictReply(Record, frozen=True, kw_only=True):
+    """None: there is no trained model yet."""
+
+    remaining_tokens: float | None
 
 
 # --------------------------------------------------------------------------------------------------------- engine

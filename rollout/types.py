@@ -258,6 +258,18 @@ class TurnEnded(Event, frozen=True, kw_only=True, tag="turn_ended"):
     """Weight version the turn's last token was sampled under."""
 
 
+class LengthEstimated(Event, frozen=True, kw_only=True, tag="length_estimated"):
+    """The predictor answered while the trajectory's tool ran. One that never comes, or late, changes the order only."""
+
+    trajectory_id: str
+    turn: int
+    """Turns that had ended when it was asked."""
+    remaining_tokens: float
+    """Output tokens that it expects after those turns."""
+    latency_s: float
+    """Seconds from the turn's end to the answer."""
+
+
 class TrajectoryEnded(Event, frozen=True, kw_only=True, tag="trajectory_ended"):
     """Worker's report without the tokens (the shell keeps those until the group is sealed)."""
 
@@ -344,6 +356,7 @@ AnyEvent = (
     | SourceExhausted
     | TurnReady
     | TurnEnded
+    | LengthEstimated
     | TrajectoryEnded
     | GroupRequested
     | GroupAcknowledged

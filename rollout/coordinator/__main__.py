@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from envclient.base.configs import read_yaml, section
 from envclient.base.errors import ConfigError, VenusError, main_guard
 from envclient.base.files import JsonlWriter
 from envclient.base.processes import die_with_parent, log_to_stderr
+from envclient.base.server import RoleServer
 from envclient.base.wire import token_from_environment
 from rollout.config import FactoryConfig, RolloutConfig, RunConfig
 from rollout.coordinator.ledger import Ledger, RunKey
@@ -37,20 +38,13 @@ from rollout.coordinator.source import TaskOrder
 from rollout.coordinator.tracker import Tracker
 from rollout.coordinator.wandb_run import WandbRun
 from rollout.dispatcher import Dispatcher, DispatcherConfig
+from rollout.predictor.episodes import EpisodeLog
 from rollout.protocol import TaskSource
 from rollout.types import RunStarted
 
 log = logging.getLogger("venus.coordinator")
 LAST_WORDS_S = 2.0
 """Seconds that a stopped coordinator still answers with the cause, so that everyone who asks is told."""
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: this process has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def load_tasks(config: FactoryConfig) -> TaskSource:
@@ -119,6 +113,7 @@ def open_run(run_dir: Path, resume_step: int) -> tuple[Service, RunStarted]:
         events=events,
         next_event=max(following, ledger.last_event + 1),
         clock=time.monotonic,
+        episodes=EpisodeLog(run_dir, config.predictor.record_steps) if config.predictor.records else None,
     )
     shell.loaded(started.version)
     log.info("run %s from step %d: %s", run.name, started.version, {k: v for k, v in ledger.counts.items() if v})
@@ -137,7 +132,7 @@ async def serve(service: Service, started: RunStarted, sock: socket.socket, toke
         timeout_keep_alive=120,
         timeout_graceful_shutdown=1,
     )
-    server = _Server(settings)
+    server = RoleServer(settings)
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -180,6 +175,8 @@ def close(service: Service, cause: str) -> int:
     else:
         reason = "the source is drained" if shell.dispatcher.stopped == "" else "ended from outside"
     shell.tracker.close(reason)
+    if shell.episodes is not None:
+        shell.episodes.close()
     shell.ledger.close()
     if cause:
         log.error("the run stopped: %s", cause)

@@ -28,6 +28,7 @@ from rollout.coordinator.source import TaskOrder
 from rollout.coordinator.tracker import Tracker
 from rollout.coordinator.waiters import Waiters
 from rollout.dispatcher import Dispatcher
+from rollout.predictor.episodes import EpisodeLog
 from rollout.protocol import EngineAddress, EvaluateReply, SyncBeginReply, WorkerReport
 from rollout.types import (
     AbortTrajectory,
@@ -94,6 +95,8 @@ class Shell:
     next_event: int
     """Number of the first row that this shell writes."""
     clock: Callable[[], float]
+    episodes: EpisodeLog | None = None
+    """Where finished episodes are written down for the predictor, if they are."""
     waiters: Waiters = field(default_factory=Waiters)
     shelf: Shelf = field(default_factory=Shelf)
     mailboxes: dict[str, Mailbox] = field(default_factory=dict)
@@ -205,6 +208,8 @@ class Shell:
     def _act(self, row: EventRow) -> None:
         """Carry out a row whose transaction is durable."""
         event = row.event
+        if self.episodes is not None:
+            self.episodes.follow(row)
         if isinstance(event, WorkerJoined):
             self.mailboxes[event.worker] = self.joining.pop(event.worker)
             self.tracker.worker_joined(row.now)
@@ -324,6 +329,8 @@ class Shell:
             if trajectory is not report:
                 log.error("trajectory %s from %s: %s", report.trajectory_id, worker, trajectory.stop_reason)
             if order.purpose is Purpose.TRAIN:
+                if self.episodes is not None:
+                    self.episodes.reported(trajectory)
                 self.progress.trajectories += 1
                 self.tracker.trajectory_ended(event)
         return event

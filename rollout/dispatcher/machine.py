@@ -51,6 +51,7 @@ from rollout.types import (
     FetchPrompts,
     GroupAcknowledged,
     GroupRequested,
+    LengthEstimated,
     PromptStatus,
     PromptSubmitted,
     RunStarted,
@@ -119,6 +120,9 @@ class Dispatcher:
             case TurnReady() | TurnEnded():
                 self._turns_done += isinstance(event, TurnEnded)
                 self._schedule.turn(event, out)
+                return out
+            case LengthEstimated():
+                self._schedule.estimated(event, out)
                 return out
             case TrajectoryEnded():
                 self._trajectory_ended(event, out)

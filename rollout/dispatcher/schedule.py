@@ -14,6 +14,7 @@ from rollout.policy.base import Policy
 from rollout.policy.jobs import Job
 from rollout.types import (
     AnyCommand,
+    LengthEstimated,
     MoveTrajectory,
     PriorityClass,
     SetClass,
@@ -47,6 +48,12 @@ class Schedule:
         else:
             self._policy.turn_ready(event.trajectory_id, event.turn, event.context_tokens, self._pool.now)
         self.run(out)
+
+    def estimated(self, event: LengthEstimated, out: list[AnyCommand]) -> None:
+        """The predictor answered."""
+        if self._policy.wants_turns:
+            self._policy.estimated(event.trajectory_id, event.turn, event.remaining_tokens)
+            self.run(out)
 
     def run(self, out: list[AnyCommand]) -> None:
         """Let the policy decide, tell the workers, and start what may start; starts may change the policy's mind."""

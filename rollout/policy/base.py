@@ -122,6 +122,15 @@ class Policy:
         job.expected_tokens, job.expected_context = self.lengths.estimate(job)
         self._ended_turn(job)
 
+    def estimated(self, trajectory_id: str, turn: int, remaining_tokens: float) -> None:
+        """LengthEstimated. One that a later turn has overtaken, or of an unknown trajectory, is ignored."""
+        job = self.jobs.get(trajectory_id)
+        if job is None or turn != job.turns or job.phase not in (Phase.READY, Phase.TOOL):
+            return
+        self.lengths.predicted(job, remaining_tokens)
+        job.expected_tokens, job.expected_context = self.lengths.estimate(job)
+        self._expected(job)
+
     def finished(self, job: Job, output_tokens: int) -> None:
         """The job ended well; `remove` follows."""
         job.group.finished_tokens.append(output_tokens)
@@ -200,6 +209,9 @@ class Policy:
     def _ready(self, job: Job) -> None: ...
 
     def _ended_turn(self, job: Job) -> None: ...
+
+    def _expected(self, job: Job) -> None:
+        """The predictor answered: `expected_tokens` and `expected_context` changed between two turns."""
 
     def _removed(self, job: Job) -> None: ...
 

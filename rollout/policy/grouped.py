@@ -87,6 +87,9 @@ class GroupedPolicy(Policy):
     def _ended_turn(self, job: Job) -> None:
         self._reckon(job.group)
 
+    def _expected(self, job: Job) -> None:
+        self._ended_turn(job)
+
     def _removed(self, job: Job) -> None:
         self._reckon(job.group)
 

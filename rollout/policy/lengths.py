@@ -24,14 +24,18 @@ _LOG_MOST = 16.0
 class Lengths(Protocol):
     """An estimate of what is left of a job."""
 
-    samples: int
-    """Number learnt from: estimates that are much older than it are worth renewing."""
+    @property
+    def samples(self) -> int:
+        """Number learnt from: estimates that are much older than it are worth renewing."""
 
     def estimate(self, job: Job) -> tuple[float, float]:
         """(remaining output tokens ≥ 1, context tokens at its end ≥ the present ones)."""
 
     def observe(self, job: Job) -> None:
         """The job's numbers are those before its first turn, or after its latest."""
+
+    def predicted(self, job: Job, remaining_tokens: float) -> None:
+        """The predictor's own estimate after the job's latest turn."""
 
     def finished(self, job: Job, output_tokens: int) -> None:
         """The job ended well, with so many generated tokens in all."""
@@ -56,6 +60,8 @@ class TrueLengths:
         return max(1.0, float(output - job.output_tokens)), float(max(context, job.context_tokens))
 
     def observe(self, job: Job) -> None: ...
+
+    def predicted(self, job: Job, remaining_tokens: float) -> None: ...
 
     def finished(self, job: Job, output_tokens: int) -> None: ...
 
@@ -90,6 +96,9 @@ class OnlineLengths:
         if turns & (turns - 1) == 0:
             snapshots = self._open.setdefault(job.trajectory_id, [])
             snapshots.append((job.output_tokens, job.context_tokens, self._features(job)))
+
+    def predicted(self, job: Job, remaining_tokens: float) -> None:
+        """Not used here: see `rollout.policy.predictions`."""
 
     def finished(self, job: Job, output_tokens: int) -> None:
         self._finished += 1

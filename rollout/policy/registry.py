@@ -6,6 +6,7 @@ from envclient.base.errors import ConfigError
 from rollout.policy.base import ActionPolicy, Policy, TrajectoryPolicy
 from rollout.policy.lengths import Lengths, OnlineLengths
 from rollout.policy.paper import FcfsPriorityPolicy, LongestFirstPolicy, PaperPolicy
+from rollout.policy.predictions import PredictedLengths
 from rollout.policy.program_aware import ProgramAwarePlusPolicy, ProgramAwarePolicy
 from rollout.policy.settings import PolicyLimits, PolicySettings
 from rollout.policy.venus import OraclePolicy, VenusPolicy
@@ -40,4 +41,5 @@ def make_policy(settings: PolicySettings, limits: PolicyLimits, truth: Lengths |
     if settings.name == "oracle" and truth is None:
         raise ConfigError("rollout.policy.name=oracle needs true lengths", "it exists in simulations only")
     lengths = truth if truth is not None and settings.name == "oracle" else None
-    return policy_class(settings)(settings, limits, lengths or OnlineLengths(growth_tokens=settings.growth_tokens))
+    lengths = lengths or PredictedLengths(OnlineLengths(growth_tokens=settings.growth_tokens))
+    return policy_class(settings)(settings, limits, lengths)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import logging
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from envclient.base.configs import section
 from envclient.base.errors import ConfigError, main_guard
+from envclient.base.files import write_json_atomic
 from envclient.base.processes import die_with_parent, log_to_stderr
 from envclient.base.wire import Client, token_from_environment
 from envclient.client import EnvClient
@@ -94,8 +96,13 @@ async def work(arguments: argparse.Namespace) -> None:
     config = section(config_path, "rollout", RolloutConfig)
     check_sampling(config)
     engine = make_engine(arguments.run_dir, arguments.worker, arguments.model, token, run, model, config)
-    async with EnvClient(arguments.environment, token) as environment, Client(arguments.coordinator, token) as client:
+    async with contextlib.AsyncExitStack() as stack:
+        environment = await stack.enter_async_context(EnvClient(arguments.environment, token))
+        client = await stack.enter_async_context(Client(arguments.coordinator, token))
         agent = make_agent(config.agent, environment, arguments.model, model.context_length)
+        predictor = None
+        if arguments.predictor:
+            predictor = await stack.enter_async_context(Client(arguments.predictor, token))
         worker = RolloutWorker(
             name=arguments.worker,
             engine=engine,
@@ -104,6 +111,7 @@ async def work(arguments: argparse.Namespace) -> None:
             config=config,
             context_length=model.context_length,
             version=arguments.version,
+            predictor=predictor,
         )
         try:
             await engine.start()
@@ -111,6 +119,9 @@ async def work(arguments: argparse.Namespace) -> None:
         finally:
             await engine.stop()
             log.info("agent: %s", agent.statistics())
+            if worker.estimates is not None:
+                numbers = worker.estimates.statistics()
+                write_json_atomic(arguments.run_dir / "predictor" / f"worker-{arguments.worker}.json", numbers)
             await agent.aclose()
 
 
@@ -131,6 +142,7 @@ def main() -> None:
     parser.add_argument("--worker", required=True)
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--environment", required=True)
+    parser.add_argument("--predictor", default="", help="its URL, where the run has one")
     parser.add_argument("--version", type=int, required=True)
     parser.add_argument("--model", required=True)
     arguments = parser.parse_args()

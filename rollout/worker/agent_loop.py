@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from envclient.base.errors import ConfigError, InvariantError, VenusError
 from rollout.protocol import Agent, Episode, Outcome
 from rollout.types import StartTrajectory, Trajectory, TrajectoryStatus, TurnEnded, TurnReady
+from rollout.worker.estimates import Estimates
 from rollout.worker.record import TokenRecord
 from rollout.worker.scheduler import SlotScheduler, Turn
 
@@ -46,6 +47,7 @@ class AgentLoop:
         context_length: tokens of prompt and response together, at most.
         report_turn: called after every turn.
         report_ready: called when a turn is wanted, where the scheduling policy follows turns.
+        estimates: asks the predictor, where there is one.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class AgentLoop:
         context_length: int,
         report_turn: Callable[[TurnEnded], None],
         report_ready: Callable[[TurnReady], None] | None = None,
+        estimates: Estimates | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent = agent
@@ -63,6 +66,7 @@ class AgentLoop:
         self._context_length = context_length
         self._report_turn = report_turn
         self._report_ready = report_ready
+        self._estimates = estimates
         self._clock = clock
 
     async def run(self, start: StartTrajectory) -> Trajectory:
@@ -79,6 +83,8 @@ class AgentLoop:
                 outcome = await self._play(episode, start, progress)
             finally:
                 self._slots.trajectory_ended(start.trajectory_id)
+                if self._estimates is not None:
+                    progress.add(**self._estimates.take(start.trajectory_id))
                 await self._close(episode, start.trajectory_id)
         except (EngineFailed, InvariantError, ConfigError):
             raise
@@ -102,7 +108,11 @@ class AgentLoop:
                 stop_reason = "turn length" if room >= self._agent.max_new_tokens else "context length"
                 break
             acted_at = self._clock()
+            if self._estimates is not None:
+                self._estimates.ask(start.trajectory_id, progress.turns, record.context)
             observation = await episode.act(turn.token_ids)
+            if self._estimates is not None:
+                self._estimates.tool_returned(start.trajectory_id)
             progress.add(tool_s=self._clock() - acted_at)
             if observation.done:
                 status, stop_reason = TrajectoryStatus.FINISHED, "done"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from envclient.base.errors import WireError
 from envclient.base.wire import Client
 from rollout.protocol import PollReply, PollRequest, WorkerReport
-from rollout.types import TurnEnded, TurnReady, WorkerCommand
+from rollout.types import LengthEstimated, TurnEnded, TurnReady, WorkerCommand
 
 log = logging.getLogger("venus.mail")
 _URGENT_S = 0.01
@@ -50,10 +50,10 @@ class Mail:
         self._urgent = asyncio.Event()
 
     def report(self, report: WorkerReport) -> None:
-        """Send `report`; turns may wait a little for company, everything else goes at once."""
+        """Send `report`; turns and estimates may wait a little for company, everything else goes at once."""
         self._outbox.append(report)
         self._fresh.set()
-        if not isinstance(report, (TurnReady, TurnEnded)):
+        if not isinstance(report, (TurnReady, TurnEnded, LengthEstimated)):
             self._urgent.set()
 
     @property

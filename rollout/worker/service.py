@@ -33,6 +33,7 @@ from rollout.types import (
     WorkerPaused,
 )
 from rollout.worker.agent_loop import AgentLoop, EngineFailed, cancelled
+from rollout.worker.estimates import Estimates
 from rollout.worker.mail import Mail
 from rollout.worker.scheduler import SlotScheduler
 
@@ -47,6 +48,7 @@ class RolloutWorker:
     Args:
         coordinator: client of the coordinator.
         version: weight version that the engine has loaded.
+        predictor: client of the predictor, where there is one.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class RolloutWorker:
         config: RolloutConfig,
         context_length: int,
         version: int,
+        predictor: Client | None = None,
     ) -> None:
         self._name = name
         self._engine = engine
@@ -75,12 +78,19 @@ class RolloutWorker:
             temperature=config.sampling.temperature,
         )
         self._mail = Mail(coordinator, name, self._take)
+        self.estimates: Estimates | None = None
+        if predictor is not None:
+            asking = config.predictor
+            self.estimates = Estimates(
+                predictor, self._mail.report, timeout_s=asking.timeout_s, most=asking.max_questions
+            )
         self._loop = AgentLoop(
             agent,
             self._slots,
             context_length=context_length,
             report_turn=self._mail.report,
             report_ready=self._mail.report if policy.wants_turns else None,
+            estimates=self.estimates,
         )
         self._tasks: asyncio.TaskGroup | None = None
         self._playing: dict[str, asyncio.Future[Trajectory] | None] = {}

@@ -18,6 +18,7 @@ QUICKSTART = ROOT / "examples/configs/quickstart.yaml"
 ROLE_COMMANDS = {
     "environment": "envclient.controller",
     "coordinator": "rollout.coordinator",
+    "predictor": "rollout.predictor.serve",
     "worker": "rollout.worker",
     "torchrun": "torch.distributed.run",
     "rank": "megatron_venus.train",

@@ -1,0 +1,149 @@
+"""`python -m rollout.predictor.evaluate --data samples.jsonl --model FOLDER [--json FILE] [--plot FILE]`.
+
+Spearman's correlation between estimates and truth on held-out tasks, by turn. Compared: the predictor; the embedded
+estimator as it stood at that moment of the run; the mean length of the siblings that had finished by then, less what
+was generated; the prompt's length; and the mean (of logs) of predictor and embedded estimate. `--run` adds the seconds
+of its answers and of the tools that ran meanwhile, as that run's workers measured them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from envclient.base.errors import ConfigError, main_guard
+from envclient.base.files import read_json, write_json_atomic
+from rollout.predictor.agreement import TurnAgreement, by_turn, table
+from rollout.predictor.data import EpisodeSamples, TurnSample, read_samples, window
+from rollout.predictor.episodes import FOLDER
+from rollout.predictor.model import LengthModel, load
+
+_BATCH = 32
+
+
+def predict(model: LengthModel, samples: Sequence[EpisodeSamples], limit: int) -> list[list[float]]:
+    """Remaining tokens that the model predicts at every sample's turns."""
+    texts = [window(s.token_ids[: turn.context_tokens], limit) for s in samples for turn in s.turns]
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+    found = [0.0] * len(texts)
+    for begin in range(0, len(order), _BATCH):
+        chosen = order[begin : begin + _BATCH]
+        for number, score in zip(chosen, model.predict([texts[n] for n in chosen]), strict=True):
+            found[number] = max(1.0, math.expm1(score))
+    flat = iter(found)
+    return [[next(flat) for _ in sample.turns] for sample in samples]
+
+
+def compare(samples: Sequence[EpisodeSamples], model: LengthModel | None, limit: int) -> list[TurnAgreement]:
+    """The table's rows, over the held-out samples; without a model those of the simpler estimates.
+
+    Raises:
+        ConfigError: none are held out, or all are.
+    """
+    held = [sample for sample in samples if sample.held_out]
+    totals = [s.turns[0].remaining_tokens for s in samples if not s.held_out]
+    if not held or not totals:
+        raise ConfigError(f"of {len(samples)} episodes {len(held)} are held out", "collect more tasks")
+    usual = sum(totals) / len(totals)
+    flat = [(sample, turn) for sample in held for turn in sample.turns]
+    embedded = [turn.embedded_tokens for _, turn in flat]
+    estimates: dict[str, list[float]] = {}
+    if model is not None:
+        estimates["predictor"] = [value for row in predict(model, held, limit) for value in row]
+        pairs = zip(estimates["predictor"], embedded, strict=True)
+        estimates["both"] = [math.sqrt((1 + a) * (1 + b)) - 1 for a, b in pairs]
+    estimates["embedded"] = embedded
+    estimates["siblings"] = [_siblings(turn, usual) for _, turn in flat]
+    estimates["prompt"] = [float(sample.turns[0].context_tokens) for sample, _ in flat]
+    return by_turn(
+        [turn.turn for _, turn in flat],
+        [sample.task_id for sample, _ in flat],
+        [turn.remaining_tokens for _, turn in flat],
+        estimates,
+    )
+
+
+def _siblings(turn: TurnSample, usual: float) -> float:
+    """The siblings' mean length, the training tasks' where none has finished, less what was generated."""
+    return max(1.0, (turn.siblings_tokens if turn.siblings else usual) - turn.generated_tokens)
+
+
+def latencies(run_dir: Path) -> dict[str, dict[str, float]]:
+    """Worker → its counts and seconds. Raises: ConfigError: the run had no predictor."""
+    paths = sorted((run_dir / FOLDER).glob("worker-*.json"))
+    if not paths:
+        raise ConfigError(f"{run_dir} has no predictor/worker-*.json", "run with rollout.predictor.enabled=true")
+    return {path.stem.removeprefix("worker-"): read_json(path) for path in paths}
+
+
+def latency_line(worker: str, numbers: dict[str, float]) -> str:
+    """One worker's seconds for people."""
+    if "answer_p95_s" not in numbers:
+        return f"worker {worker}: no answer in {numbers.get('asked', 0):.0f} questions"
+    return (
+        f"worker {worker}: answers p50 {1e3 * numbers['answer_p50_s']:.1f} ms, p95 {1e3 * numbers['answer_p95_s']:.1f} "
+        f"ms; tools p50 {1e3 * numbers['tool_p50_s']:.1f} ms; of {numbers['asked']:.0f} questions "
+        f"{numbers.get('in_time', 0):.0f} answered before the tool returned, {numbers.get('used', 0):.0f} in all"
+    )
+
+
+def plot(rows: Sequence[TurnAgreement], path: Path) -> None:
+    """Spearman over turns, one line an estimate."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    turns = [row for row in rows if row.turn != "all"]
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=130)
+    for name in turns[0].spearman if turns else ():
+        axes.errorbar(
+            [int(row.turn) for row in turns],
+            [row.spearman[name] for row in turns],
+            yerr=[row.error[name] for row in turns],
+            marker="o",
+            capsize=3,
+            label=name,
+        )
+    axes.axhline(0.0, color="0.7", linewidth=0.8)
+    axes.set_xlabel("turns that had ended")
+    axes.set_ylabel("Spearman, held-out tasks")
+    axes.set_ylim(-0.5, 1.0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rollout.predictor.evaluate")
+    parser.add_argument("--data", type=Path, required=True, help="samples of rollout.predictor.collect")
+    parser.add_argument("--model", type=Path, help="folder of rollout.predictor.train; none: simpler estimates only")
+    parser.add_argument("--context-tokens", type=int, default=4096)
+    parser.add_argument("--json", type=Path, help="file to write the numbers to")
+    parser.add_argument("--plot", type=Path, help="PNG to draw")
+    parser.add_argument("--run", type=Path, help="run with a predictor, for the seconds of its answers")
+    arguments = parser.parse_args(argv)
+    model = load(arguments.model) if arguments.model is not None else None
+    rows = compare(read_samples(arguments.data), model, arguments.context_tokens)
+    report: dict[str, Any] = {"held_out": [asdict(row) for row in rows]}
+    print(table(rows))
+    if arguments.run is not None:
+        report["workers"] = latencies(arguments.run)
+        for worker, numbers in report["workers"].items():
+            print(latency_line(worker, numbers))
+    if arguments.json is not None:
+        write_json_atomic(arguments.json, report)
+    if arguments.plot is not None:
+        plot(rows, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    main_guard(main)

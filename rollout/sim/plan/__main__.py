@@ -11,8 +11,9 @@ from typing import Any
 from envclient.base.configs import read_yaml, to_yaml
 from envclient.base.errors import ConfigError, main_guard
 from envclient.base.files import write_atomic
-from rollout.sim.__main__ import policy_keys, seed_list
+from rollout.sim.__main__ import seed_list
 from rollout.sim.config import PRESETS
+from rollout.sim.labels import policy_keys
 from rollout.sim.plan.answer import answer, as_json
 from rollout.sim.plan.config import PlanConfig, plan_config
 from rollout.sim.plan.measure import Simulations

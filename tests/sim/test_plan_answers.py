@@ -17,7 +17,7 @@ def gains(found: Answer) -> dict[str, float]:
 def test_slow_training_gets_all_the_gpus_it_can_and_more_of_them_is_what_to_buy() -> None:
     found = ask("sim.trainer.efficiency=0.002", "training.min_gpus=2", "sim.group.batch=12", "search.steps=3")
     assert (found.best.candidate.training_gpus, found.best.candidate.workers) == (6, 1)
-    assert found.bottleneck == "training" and 0.9 < found.doublings[0].gain < 1.1
+    assert found.bottleneck == "training" and 0.8 < found.doublings[0].gain < 1.1
     assert found.best.shares["training"] > 0.8
     assert found.purchases[0].name == "training" and found.purchases[0].gain > 0.2
     rates = [point.tokens_per_hour for point in found.curves["training_gpus"]]

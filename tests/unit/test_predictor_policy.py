@@ -76,10 +76,10 @@ def test_an_answer_makes_a_short_group_critical_and_a_replay_agrees() -> None:
     assert all(priority is PriorityClass.LOW for priority in classes.values())
     decoder = msgspec.json.Decoder(EventRow)
     written = [decoder.decode(msgspec.json.encode(row)) for row in stage.rows]
-    assert first_difference(written, stage.config) == (len(stage.rows), None)
+    assert first_difference(written, lambda: stage.config) == (len(stage.rows), None)
     without = [row for row in written if not isinstance(row.event, LengthEstimated)]
     with_tick = [*without, msgspec.structs.replace(written[-1], event=Tick())]
-    assert first_difference(with_tick, stage.config)[1] is not None, "the answers are what decided"
+    assert first_difference(with_tick, lambda: stage.config)[1] is not None, "the answers are what decided"
 
 
 @pytest.mark.parametrize("policy", LIVE)
@@ -90,7 +90,7 @@ def test_answers_that_are_late_or_of_nobody_change_nothing(policy: str) -> None:
     stage.send(TurnEnded(trajectory_id=stage.name(0), turn=2, context_tokens=70, output_tokens=9, version=0))
     assert stage.estimate(0, 5.0, turn=1) == []
     kept = [row for row in stage.rows if not isinstance(row.event, LengthEstimated)]
-    assert first_difference(kept, stage.config) == (len(kept), None), "as if they had never come"
+    assert first_difference(kept, lambda: stage.config) == (len(kept), None), "as if they had never come"
 
 
 @pytest.mark.parametrize("policy", LIVE)

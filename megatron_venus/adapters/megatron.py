@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -287,9 +288,9 @@ class Actor:
 
     def gradient_is_finite(self) -> bool:
         """Whether the reduced gradient of every process is; all get the same answer."""
-        flag = torch.tensor(
-            [0.0 if torch.isfinite(buffer.grad_data).all() else 1.0 for buffer in self.buffers()], device=self.device
-        ).amax()
+        # The largest magnitude is finite only where every element is; `isfinite` would need a copy of the buffer.
+        largest = [torch.linalg.vector_norm(buffer.grad_data, ord=math.inf) for buffer in self.buffers()]
+        flag = (~torch.stack(largest).isfinite()).any().float()
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return flag.item() == 0.0
 

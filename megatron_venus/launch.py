@@ -34,7 +34,7 @@ from megatron_venus.checkpoint_index import find_latest
 from megatron_venus.config import VenusConfig
 from megatron_venus.plan import plan_text
 from megatron_venus.plots import plot_reward
-from megatron_venus.preflight import check_all, check_config, check_here, lacking_here
+from megatron_venus.preflight import check_all, check_config, check_here, check_memory, lacking_here, plan_memory
 from megatron_venus.screen import Screen, eval_line, progress_text, step_line
 from megatron_venus.supervisor import Supervisor
 from rollout.protocol import Empty, Status
@@ -141,13 +141,14 @@ def lock_run(run_dir: Path) -> Iterator[None]:
 
 
 def dry_run(config: VenusConfig, run_dir: Path) -> str:
-    """The resolved config, every process's place, the memory plan, and what a start here would still lack.
+    """The resolved config, every process's place, the memory sum with its verdict, and what a start here still lacks.
 
     Raises:
-        VenusError: a check failed, or the plan does not fit.
+        VenusError: a check of the config or of this machine failed.
     """
-    plan = check_config(config)
+    check_config(config)
     check_here(config, run_dir)
+    plan = plan_memory(config)
     lacking = lacking_here(config) or ["nothing"]
     head = [to_yaml(config), f"run folder: {run_dir}", f"loss: {algorithms.summary(config)}"]
     tail = ["a start on this machine still lacks:", *(f"  {line}" for line in lacking)]
@@ -314,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = Path(config.run.root) / config.run.name
     if arguments.dry_run:
         screen.line(dry_run(config, run_dir))
+        check_memory(config)
         return 0
     check_all(config, run_dir)
     run_dir, resume_step = choose_run_dir(config, screen)

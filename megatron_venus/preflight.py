@@ -26,7 +26,7 @@ from envclient.base.wire import TOKEN_VARIABLE
 from megatron_venus import algorithms, layout_rules, machine
 from megatron_venus.architecture import Architecture
 from megatron_venus.config import VenusConfig
-from megatron_venus.plan import GB, MemoryPlan, Target, check_engine, check_fits, engine_gpus
+from megatron_venus.plan import GB, MemoryPlan, Target, check_engine, check_fits, engine_gpus, memory_plan
 from rollout.rope import check_context, rope_of
 from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES
 
@@ -176,14 +176,22 @@ def memory_target(config: VenusConfig) -> Target:
     return Target(kind="host", capacity=machine.host_memory(), source="this machine's memory, no GPU")
 
 
-def check_memory(config: VenusConfig) -> MemoryPlan:
+def plan_memory(config: VenusConfig) -> MemoryPlan:
+    """The actor's memory sum, whether it fits or not."""
+    return memory_plan(config, _architecture(config), memory_target(config))
+
+
+def check_memory(config: VenusConfig) -> None:
     """The actor's memory plan fits, and on GPUs the engines' weights and KV do."""
-    model = read_model(config)
-    arch = Architecture.from_hf(model, config.model.path)
-    arch.check_actor(config.model.path)
-    target = memory_target(config)
+    arch, target = _architecture(config), memory_target(config)
     check_engine(config, arch, target)
-    return check_fits(config, arch, model, target)
+    check_fits(config, arch, read_model(config), target)
+
+
+def _architecture(config: VenusConfig) -> Architecture:
+    arch = Architecture.from_hf(read_model(config), config.model.path)
+    arch.check_actor(config.model.path)
+    return arch
 
 
 def check_gpus(config: VenusConfig) -> None:
@@ -289,11 +297,10 @@ def check_machine(config: VenusConfig, run_dir: Path) -> None:
         )
 
 
-def check_config(config: VenusConfig) -> MemoryPlan:
-    """All that can be said of the config and the model's shape, on any machine; returns the plan that fits."""
+def check_config(config: VenusConfig) -> None:
+    """All that can be said of the config and the model's shape, on any machine."""
     check_values(config)
     check_model(config)
-    return check_memory(config)
 
 
 def check_here(config: VenusConfig, run_dir: Path) -> None:
@@ -322,6 +329,7 @@ def lacking_here(config: VenusConfig) -> list[str]:
 def check_all(config: VenusConfig, run_dir: Path) -> None:
     """Every check, cheapest first."""
     check_config(config)
+    check_memory(config)
     check_weights(config)
     check_gpus(config)
     check_here(config, run_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from megatron_venus import layout_rules, preflight
 from megatron_venus.adapters import shards
 from megatron_venus.architecture import Architecture, architecture_in
 from megatron_venus.config import ParallelConfig, VenusConfig
-from megatron_venus.launch import dry_run, resolve
+from megatron_venus.launch import dry_run, main, resolve
 from megatron_venus.plan import GB, Target, check_fits, memory_plan
 from megatron_venus.plan.activations import in_flight
 from megatron_venus.plan.engine import engine_memory
@@ -254,6 +255,16 @@ def test_the_dry_run_prints_config_places_and_memory(
     assert "tokenizer.json is not there" in text and "this machine has 0 GPUs, the config needs 32" in text
 
 
+def test_a_dry_run_of_a_plan_that_does_not_fit_shows_the_sum_and_ends_with_the_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "check_machine", lambda config, run_dir: None)
+    overrides = [f"model.path={FOLDER}", "actor.parallel.recompute=false"]
+    assert "verdict: does NOT fit: " in dry_run(resolve(SWE, overrides), Path("runs/swe"))
+    with pytest.raises(ConfigError, match=r"smallest change that fits: actor\.parallel\.recompute=true"):
+        main(["--config", str(SWE), "--dry-run", *overrides])
+
+
 def test_the_quickstarts_dry_run_counts_host_memory(tmp_path: Path) -> None:
     done = subprocess.run(
         [
@@ -300,29 +311,23 @@ def test_a_start_needs_the_gpus_that_the_config_names(tmp_path: Path, monkeypatc
     assert preflight.memory_target(swe("actor.gpu_memory_gb=0")).kind == "host"
 
 
-def run_script(path: str) -> subprocess.CompletedProcess[str]:
-    """examples/qwen3_32b_swe.sh in a copy of the repository's examples, so that what it would install is seen."""
-    environment = {"PATH": path, "HOME": os.environ.get("HOME", "/")}
-    return subprocess.run(
-        ["/bin/bash", str(ROOT / "examples/qwen3_32b_swe.sh"), "steps=1"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 def test_the_script_names_the_quickstart_where_there_are_no_gpus(tmp_path: Path) -> None:
+    for name in ("dirname", "grep", "timeout"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+
+    def run_script() -> subprocess.CompletedProcess[str]:
+        script = ["/bin/bash", str(ROOT / "examples/qwen3_32b_swe.sh"), "steps=1"]
+        return subprocess.run(script, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+
     before = set(ROOT.iterdir())
-    done = run_script("/usr/bin:/bin")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1
+    done = run_script()
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert "no NVIDIA GPU" in done.stderr and "bash examples/quickstart.sh" in done.stderr
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i: NVIDIA H100; done\n")
     program.chmod(0o755)
-    done = run_script(f"{tmp_path}:/usr/bin:/bin")
-    assert done.returncode == 2 and "8 GPUs" in done.stderr and "32" in done.stderr
+    done = run_script()
+    assert done.returncode == 2 and "this machine has 8 GPUs, Qwen3-32B needs 32" in done.stderr
     assert set(ROOT.iterdir()) == before, "nothing was installed"
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains Qwen3-32B on 32 Hopper GPUs of this machine or virtual machine: bash examples/qwen3_32b_swe.sh model.path=FOLDER [key=value …]
-#   mode=gpu141     GPUs of 141 GB instead of 80     --dry-run   the plan only     resume=auto   go on after an interruption
-# Not verified on a GPU yet. Installs requirements-gpu.txt into .venv-gpu; results are in runs/qwen3-32b-swe/.
+# Trains Qwen3-32B on 32 Hopper GPUs: bash examples/qwen3_32b_swe.sh model.path=FOLDER [key=value …]
+#   mode=gpu141     GPUs of 141 GB instead of 80     resume=auto   go on after an interruption
+# Not verified on a GPU, and all on one machine so far. Installs requirements-gpu.txt into .venv-gpu; results are in runs/qwen3-32b-swe/.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"

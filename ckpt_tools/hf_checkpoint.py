@@ -12,8 +12,9 @@ from torch import Tensor
 from ckpt_tools.raw import OpenFiles, read_into
 from ckpt_tools.safetensors_file import DTYPES
 from envclient.base.errors import ConfigError
+from megatron_venus.architecture import Architecture, architecture_in
 from megatron_venus.safetensors_header import StoredTensor, dtype_of, read_folder
-from megatron_venus.weight_map import Architecture, architecture_in, check_shapes
+from megatron_venus.weight_map import check_shapes
 
 BLOCK_BYTES = 16_000_000
 """Memory of one block of rows; a tool holds a few at a time, whatever the model's size. Below 32 MiB the allocator uses

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from envclient.base.errors import ConfigError
-from megatron_venus.weight_map import Architecture, megatron_shapes
+from megatron_venus.architecture import Architecture
+from megatron_venus.weight_map import megatron_shapes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes) of a part of a tensor."""

@@ -13,7 +13,8 @@ from ckpt_tools.hf_checkpoint import Block
 from ckpt_tools.layout import Place, places
 from ckpt_tools.safetensors_file import DTYPES
 from envclient.base.errors import ConfigError
-from megatron_venus.weight_map import Architecture, architecture_in, hf_shapes, row_runs
+from megatron_venus.architecture import Architecture, architecture_in
+from megatron_venus.weight_map import hf_shapes, row_runs
 
 _NO_WEIGHT = ("optimizer.", "rng_state", "rerun_state")
 """Beginnings of keys that are no weights."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from envclient.config import EnvConfig
 from rollout.config import ModelConfig, RolloutConfig, RunConfig
 
+CHUNK_LOGITS = 1 << 24
+"""Logits held at once: 64 MiB of float32. More rows are computed in chunks, and again in the backward pass."""
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
@@ -150,6 +153,10 @@ class ActorConfig:
 
     ranks: int = 1
     """Processes under torchrun."""
+    gpus_per_machine: int = 8
+    """GPUs of one training machine: consecutive processes share it."""
+    gpu_memory_gb: float = 0.0
+    """Memory of one training GPU in 10^9 bytes, which the plan must fit; 0: what this machine has (GPU, else host)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_tokens: int = 4096
     """Token budget of one packed micro-batch."""

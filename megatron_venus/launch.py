@@ -30,11 +30,13 @@ from envclient.base.ports import listen, port_of
 from envclient.base.processes import Child
 from envclient.base.wire import Client
 from megatron_venus import algorithms
+from megatron_venus.architecture import architecture_in
 from megatron_venus.checkpoint_index import find_latest, latest_of
 from megatron_venus.config import VenusConfig
 from megatron_venus.model_files import check_resumes
+from megatron_venus.plan import plan_text
 from megatron_venus.plots import plot_reward
-from megatron_venus.preflight import check_all
+from megatron_venus.preflight import check_all, check_config, check_here, check_memory, lacking_here, plan_memory
 from megatron_venus.screen import Screen, eval_line, progress_text, step_line
 from megatron_venus.supervisor import Supervisor
 from rollout.protocol import Empty, Status
@@ -143,16 +145,18 @@ def lock_run(run_dir: Path) -> Iterator[None]:
 
 
 def dry_run(config: VenusConfig, run_dir: Path) -> str:
-    """The resolved config and every process's place."""
-    roles = [
-        f"environment   1 process, backend {config.env.backend}, at most {config.env.max_sandboxes} sandboxes",
-        "coordinator   1 process",
-        *(["predictor     1 process"] if config.rollout.predictor.enabled else []),
-        f"workers       {config.rollout.worker.count}, each with one engine of {config.rollout.worker.slots} slots",
-        f"actor         {config.actor.ranks} rank(s) under torchrun",
-    ]
-    text = f"{to_yaml(config)}\nrun folder: {run_dir}\nloss: {algorithms.summary(config)}"
-    return text + "\nprocesses, all on this machine:\n  " + "\n  ".join(roles)
+    """The resolved config, every process's place, the memory sum with its verdict, and what a start here still lacks.
+
+    Raises:
+        VenusError: a check of the config or of this machine failed.
+    """
+    check_config(config)
+    check_here(config, run_dir)
+    plan = plan_memory(config)
+    lacking = lacking_here(config) or ["nothing"]
+    head = [to_yaml(config), f"run folder: {run_dir}", f"loss: {algorithms.summary(config)}"]
+    tail = ["a start on this machine still lacks:", *(f"  {line}" for line in lacking)]
+    return "\n".join([*head, *plan_text(config, architecture_in(Path(config.model.path), "model.path"), plan), *tail])
 
 
 class Launcher:
@@ -327,7 +331,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--config", type=Path, required=True, help="YAML file, for example examples/configs/quickstart.yaml"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print config and processes, start nothing"
+        "--dry-run", action="store_true", help="check everything, print config, places and memory, start nothing"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help=f"config keys; short: {', '.join(SHORT_KEYS)}"
@@ -341,10 +345,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     screen = Screen()
     config = resolve(arguments.config, arguments.overrides)
     run_dir = Path(config.run.root) / config.run.name
-    check_all(config, run_dir)
     if arguments.dry_run:
         screen.line(dry_run(config, run_dir))
+        check_memory(config)
         return 0
+    check_all(config, run_dir)
     run_dir, resume_step = choose_run_dir(config, screen)
     if resume_step >= 0:
         config = resumed_config(run_dir, arguments.overrides)

@@ -18,11 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from envclient.base.errors import ConfigError, PreflightError, VenusError
 from envclient.base.ports import listen
-from megatron_venus import algorithms, layout_rules
+from envclient.base.wire import TOKEN_VARIABLE
+from megatron_venus import algorithms, layout_rules, machine
+from megatron_venus.architecture import Architecture
 from megatron_venus.config import VenusConfig
 from megatron_venus.model_files import check_model_files
+from megatron_venus.plan import GB, MemoryPlan, Target, check_engine, check_fits, engine_gpus, memory_plan
 from rollout.predictor.settings import check_settings
 from rollout.rope import check_context, rope_of
 from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES
@@ -30,6 +35,8 @@ from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES
 LIVE_POLICIES = tuple(name for name in POLICY_NAMES if name != "oracle")
 """`oracle` needs true lengths, which only a simulation has."""
 NEEDED_DISK_BYTES = 512 << 20
+PROBE_TIMEOUT_S = 3.0
+"""An environment service that does not answer within it counts as not there."""
 _LIBRARIES = {"numa": "libnuma1", "ibverbs": "libibverbs1", "seccomp": "libseccomp2"}
 
 
@@ -47,6 +54,7 @@ def check_values(config: VenusConfig) -> None:
         "rollout.worker.slots": worker.slots,
         "rollout.worker.max_trajectories": worker.max_trajectories,
         "actor.ranks": config.actor.ranks,
+        "actor.gpus_per_machine": config.actor.gpus_per_machine,
         "actor.micro_batch_tokens": config.actor.micro_batch_tokens,
         "model.context_length": config.model.context_length,
         "env.max_sandboxes": config.env.max_sandboxes,
@@ -56,6 +64,14 @@ def check_values(config: VenusConfig) -> None:
         if count < 1:
             raise ConfigError(f"{key}={count} must be at least 1", "raise it")
     layout_rules.check_sizes(config.actor)
+    updates = config.actor.loss.updates_per_batch
+    if updates > 1 and group.batch % updates:
+        raise ConfigError(
+            f"rollout.group.batch={group.batch} is not divisible by actor.loss.updates_per_batch={updates}",
+            "every update takes the same number of groups: change either",
+        )
+    if not config.actor.gpu_memory_gb >= 0.0:
+        raise ConfigError(f"actor.gpu_memory_gb={config.actor.gpu_memory_gb} is no size", "use for example 80")
     if group.size < 2:
         raise ConfigError("rollout.group.size=1 has no baseline: every advantage would be 0", "use at least 2")
     if group.async_factor < 1.0:
@@ -104,20 +120,31 @@ def check_values(config: VenusConfig) -> None:
         )
 
 
-def check_model(config: VenusConfig) -> None:
-    """The model's folder is a Qwen3 checkpoint with a tokenizer, and the context fits its positions."""
-    folder = Path(config.model.path)
-    for needed in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        if not (folder / needed).is_file():
-            raise ConfigError(
-                f"model.path={config.model.path!r}: {needed} is not there", "name a Hugging Face model folder"
-            )
+def read_model(config: VenusConfig) -> dict[str, Any]:
+    """The model's parsed config.json.
+
+    Raises:
+        ConfigError: not there, or no JSON object.
+    """
+    path = Path(config.model.path) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model.path={config.model.path!r}: config.json is not there", "name a Hugging Face model folder"
+        )
     try:
-        model = json.loads((folder / "config.json").read_text())
+        model = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"model.path={config.model.path!r}: config.json is not JSON: {error}", "mend or replace it"
         ) from None
+    if not isinstance(model, dict):
+        raise ConfigError(f"model.path={config.model.path!r}: config.json is no JSON object", "mend or replace it")
+    return model
+
+
+def check_model(config: VenusConfig) -> None:
+    """The model is one that the actor builds, in this layout, and the context fits its positions."""
+    model = read_model(config)
     kinds = model.get("architectures") or []
     if kinds not in (["Qwen3ForCausalLM"], ["Qwen3MoeForCausalLM"]):
         raise ConfigError(
@@ -127,6 +154,91 @@ def check_model(config: VenusConfig) -> None:
     layout_rules.check_model(config.actor, model)
     source = f"model.path={config.model.path!r}"
     check_context(config.model.context_length, rope_of(model, config.model.yarn, source), source)
+
+
+def check_weights(config: VenusConfig) -> None:
+    """The model's folder has a tokenizer and weights."""
+    folder = Path(config.model.path)
+    for needed in ("tokenizer.json", "tokenizer_config.json"):
+        if not (folder / needed).is_file():
+            raise ConfigError(
+                f"model.path={config.model.path!r}: {needed} is not there", "name a Hugging Face model folder"
+            )
+    if not _has_weights(config):
+        raise ConfigError(f"model.path={config.model.path!r}: no *.safetensors", "name a folder with weights")
+
+
+def _has_weights(config: VenusConfig) -> bool:
+    """Any at all, or an index of some: `check_model_files` then says whether they are whole."""
+    return any(Path(config.model.path).glob("*.safetensors*"))
+
+
+def memory_target(config: VenusConfig) -> Target:
+    """What the memory plan must fit: the GPUs that the config names, else this machine's, else its memory."""
+    stated = config.actor.gpu_memory_gb
+    if stated:
+        return Target(kind="GPU", capacity=int(stated * GB), source=f"actor.gpu_memory_gb={stated:g}")
+    gpus = machine.gpu_memories()
+    if gpus:
+        return Target(kind="GPU", capacity=min(gpus), source="this machine's smallest GPU")
+    return Target(kind="host", capacity=machine.host_memory(), source="this machine's memory, no GPU")
+
+
+def plan_memory(config: VenusConfig) -> MemoryPlan:
+    """The actor's memory sum, whether it fits or not."""
+    return memory_plan(config, _architecture(config), memory_target(config))
+
+
+def check_memory(config: VenusConfig) -> None:
+    """The actor's memory plan fits, and on GPUs the engines' weights and KV do."""
+    arch, target = _architecture(config), memory_target(config)
+    check_engine(config, arch, target)
+    check_fits(config, arch, read_model(config), target)
+
+
+def _architecture(config: VenusConfig) -> Architecture:
+    arch = Architecture.from_hf(read_model(config), config.model.path)
+    arch.check_actor(config.model.path)
+    return arch
+
+
+def check_gpus(config: VenusConfig) -> None:
+    """A config that names its GPUs' memory needs as many GPUs, as large, on this machine."""
+    stated = config.actor.gpu_memory_gb
+    if not stated:
+        return
+    gpus, worker = machine.gpu_memories(), config.rollout.worker
+    engines = worker.count * engine_gpus(worker)
+    needed = config.actor.ranks + engines
+    if len(gpus) < needed:
+        raise PreflightError(
+            f"this machine has {len(gpus)} GPUs, the config needs {needed} (actor.ranks={config.actor.ranks}, engines "
+            f"{engines})",
+            "start it where they are; on a CPU machine: bash examples/quickstart.sh",
+        )
+    if min(gpus) < stated * GB:
+        raise PreflightError(
+            f"actor.gpu_memory_gb={stated:g}, but a GPU here has {min(gpus) / GB:.1f} GB", "state what there is"
+        )
+
+
+def check_environment(config: VenusConfig) -> None:
+    """An environment service that runs elsewhere answers, and its token is known here."""
+    url = config.env.url
+    if not url:
+        return
+    if not os.environ.get(TOKEN_VARIABLE):
+        raise PreflightError(f"env.url={url!r} needs that service's token", f"set {TOKEN_VARIABLE} in the environment")
+    try:
+        reply = httpx.get(f"{url.rstrip('/')}/health", timeout=PROBE_TIMEOUT_S, trust_env=False)
+        role = reply.json().get("role") if reply.status_code == 200 else f"HTTP {reply.status_code}"
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError) as error:
+        raise PreflightError(
+            f"env.url={url!r}: no environment service answers within {PROBE_TIMEOUT_S:g} s ({type(error).__name__})",
+            "start it there, or leave env.url out",
+        ) from None
+    if role != "environment":
+        raise PreflightError(f"env.url={url!r} is not an environment service ({role})", "correct the address")
 
 
 def load_factory(key: str, name: str) -> Callable[..., Any]:
@@ -193,15 +305,41 @@ def check_machine(config: VenusConfig, run_dir: Path) -> None:
         )
 
 
-def check_all(config: VenusConfig, run_dir: Path) -> None:
-    """Every check, cheapest first."""
+def check_config(config: VenusConfig) -> None:
+    """All that can be said of the config and the model's shape, on any machine."""
     check_values(config)
     check_model(config)
-    check_model_files(config, run_dir)
+
+
+def check_here(config: VenusConfig, run_dir: Path) -> None:
+    """This machine, the code that the config names, and the model's weights where there are any."""
+    check_environment(config)
     check_machine(config, run_dir)
+    if _has_weights(config):
+        check_model_files(config, run_dir)
     try:
         check_factories(config)
     except VenusError:
         raise
     except OSError as error:
         raise ConfigError(f"rollout.tasks: {error}", "check rollout.tasks.args") from None
+
+
+def lacking_here(config: VenusConfig) -> list[str]:
+    """What a start on this machine would still lack though a plan can be made: weights, GPUs; one line each."""
+    lacking = []
+    for check in (check_weights, check_gpus):
+        try:
+            check(config)
+        except VenusError as error:
+            lacking.append(str(error))
+    return lacking
+
+
+def check_all(config: VenusConfig, run_dir: Path) -> None:
+    """Every check, cheapest first."""
+    check_config(config)
+    check_memory(config)
+    check_weights(config)
+    check_gpus(config)
+    check_here(config, run_dir)

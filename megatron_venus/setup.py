@@ -52,7 +52,7 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
         _use_loopback_if_nameless()
     cpu.install()
 
-    from megatron_venus import checkpoint, hf_folder, weight_map
+    from megatron_venus import architecture, checkpoint, hf_folder, weight_map
     from megatron_venus.adapters import layout as layouts
     from megatron_venus.adapters.export import WeightExport
     from megatron_venus.adapters.megatron import Actor
@@ -64,7 +64,7 @@ def build(config: VenusConfig, run_dir: Path, token: str, resume: Checkpoint | N
     model, actor_config = config.model, config.actor
     layout = layouts.join(actor_config.parallel)
     source = Path(model.path)
-    arch = weight_map.read_architecture(source)
+    arch = architecture.read_architecture(source)
     rope = read_rope(source, model.yarn)
     check_context(model.context_length, rope, model.path)
     # The headers, before any weight is loaded.

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from envclient.base.errors import InvariantError, WireError
+from megatron_venus.architecture import Architecture
 from megatron_venus.bucket import Bucket, buckets_of
 from megatron_venus.config import SyncConfig
 from megatron_venus.engine_digests import EngineDigests
 from megatron_venus.sync_engine import EngineGone, EnginesFailed, SyncEngine, answers, start
 from megatron_venus.sync_group import Sending, SyncGroup
 from megatron_venus.sync_result import SyncResult
-from megatron_venus.weight_map import Architecture
 from megatron_venus.weight_source import WeightSource
 from rollout.engine_layout import EngineLayout
 from rollout.protocol import EngineAddress

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,10 +33,11 @@ from megatron_venus.adapters import shards
 from megatron_venus.adapters.layout import Layout
 from megatron_venus.adapters.model import PolicyModel, build_chunks, transformer_config
 from megatron_venus.adapters.slices import Slice, slice_of
+from megatron_venus.architecture import Architecture
 from megatron_venus.config import OptimizerConfig
 from megatron_venus.loss import token_log_probs
 from megatron_venus.packing import PackedBatch
-from megatron_venus.weight_map import Architecture, check_complete, hf_from_megatron, megatron_from_hf
+from megatron_venus.weight_map import check_complete, hf_from_megatron, megatron_from_hf
 from rollout.rope import Rope
 
 log = logging.getLogger("venus.actor")
@@ -299,9 +301,9 @@ class Actor:
 
     def gradient_is_finite(self) -> bool:
         """Whether the reduced gradient of every process is; all get the same answer."""
-        flag = torch.tensor(
-            [0.0 if torch.isfinite(buffer.grad_data).all() else 1.0 for buffer in self.buffers()], device=self.device
-        ).amax()
+        # The largest magnitude is finite only where every element is; `isfinite` would need a copy of the buffer.
+        largest = [torch.linalg.vector_norm(buffer.grad_data, ord=math.inf) for buffer in self.buffers()]
+        flag = (~torch.stack(largest).isfinite()).any().float()
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return flag.item() == 0.0
 

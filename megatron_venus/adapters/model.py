@@ -18,8 +18,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from envclient.base.errors import InvariantError
+from megatron_venus.architecture import Architecture
 from megatron_venus.config import ParallelConfig
-from megatron_venus.weight_map import Architecture
 from rollout.rope import Rope
 
 
@@ -48,6 +49,9 @@ def build_chunks(arch: Architecture, rope: Rope, config: TransformerConfig) -> l
     if rope.factor != 1.0:
         _stretch(config, rope)
     virtual = config.virtual_pipeline_model_parallel_size
+    if virtual and config.batch_p2p_comm:
+        # Megatron 0.16.1 then gives silently wrong numbers between two stages.
+        raise InvariantError("virtual stages with batched sends between stages give wrong numbers: never built")
     chunks = []
     for piece in range(virtual or 1):
         vp_stage = piece if virtual else None
@@ -141,7 +145,7 @@ def transformer_config(arch: Architecture, dtype: torch.dtype, parallel: Paralle
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
-        # Megatron 0.16.1 with virtual stages and batched sends between two stages gives silently wrong numbers.
+        # `build_chunks` refuses virtual stages with batched sends.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         batch_p2p_sync=on_gpu,

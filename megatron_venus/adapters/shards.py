@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_venus.weight_map import Architecture, hf_shapes, row_runs
+from megatron_venus.architecture import Architecture
+from megatron_venus.weight_map import hf_shapes, row_runs
 
 _CUT_DIM = {
     "embedding.word_embeddings.weight": 0,

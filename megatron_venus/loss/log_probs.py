@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_venus.config import CHUNK_LOGITS
+
 LogitsOf = Callable[[Tensor], Tensor]
 """Output rows [n, h] → logits [n, vocabulary], or this rank's part of the vocabulary."""
-
-CHUNK_LOGITS = 1 << 24
-"""Logits held at once: 64 MiB of float32. More rows are computed in chunks, and again in the backward pass."""
 
 
 def token_log_probs(

@@ -25,8 +25,9 @@ import torch
 from ckpt_tools.hf_checkpoint import HfCheckpoint
 from ckpt_tools.raw import write_from
 from ckpt_tools.safetensors_file import create
+from megatron_venus.architecture import Architecture
 from megatron_venus.safetensors_header import INDEX
-from megatron_venus.weight_map import Architecture, hf_shapes
+from megatron_venus.weight_map import hf_shapes
 
 Say = Callable[[str], None]
 SHARD_BYTES = 2_000_000_000

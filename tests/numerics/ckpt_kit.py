@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_venus.architecture import Architecture, architecture_in
 from megatron_venus.config import ParallelConfig
-from megatron_venus.weight_map import Architecture, architecture_in
 from tests.numerics import kit
 from tests.numerics.resume_kit import SETTINGS, train
 

@@ -141,10 +141,10 @@ def make_actor(
     megatron: Path | None = None,
 ) -> Any:
     place = start_megatron(parallel)
-    from megatron_venus import checkpoint, hf_folder, weight_map
+    from megatron_venus import architecture, checkpoint, hf_folder
     from megatron_venus.adapters.megatron import Actor
 
-    arch = weight_map.read_architecture(folder)
+    arch = architecture.read_architecture(folder)
     weights: Any = hf_folder.read_weights(folder)
     if megatron:
         weights = functools.partial(checkpoint.load_weights, open_checkpoint(megatron, "megatron"))

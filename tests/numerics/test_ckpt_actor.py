@@ -15,7 +15,7 @@ from ckpt_tools import from_hf, reshard, to_hf
 from ckpt_tools.layout import Layout
 from envclient.base.errors import VenusError
 from envclient.base.processes import last_lines
-from megatron_venus import hf_folder, packing, weight_map
+from megatron_venus import architecture, hf_folder, packing, weight_map
 from megatron_venus.checkpoint_index import find_latest, read_checkpoint
 from megatron_venus.config import OptimizerConfig
 from megatron_venus.hf_folder import read_weights
@@ -31,7 +31,7 @@ def test_megatron_loads_every_family(family: str, tied: bool, tmp_path: Path) ->
     """Keys, shapes and rows are those that Megatron's own model of that family asks for."""
     source = make(tmp_path / "hf", family, tied=tied)
     from_hf.convert(source, tmp_path / "ckpt", layout=Layout(tensor=2), quiet=True)
-    arch = weight_map.architecture_in(source, "source")
+    arch = architecture.architecture_in(source, "source")
     model = ckpt_kit.make_model(arch, torch.bfloat16)
     ckpt_kit.load(model, tmp_path / "ckpt" / "megatron")
     params = dict(model.named_parameters())
@@ -49,7 +49,7 @@ def test_tensor_parallel_ranks_load_their_parts(untied_model: Path, tmp_path: Pa
     done = subprocess.run([*torchrun, *module], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     parts = [torch.load(tmp_path / f"part.{rank}") for rank in (0, 1)]
-    arch = weight_map.architecture_in(untied_model, "source")
+    arch = architecture.architecture_in(untied_model, "source")
     weights = read_weights(untied_model)
     for name in weight_map.megatron_shapes(arch):
         whole = weight_map.megatron_from_hf(name, weights, arch)

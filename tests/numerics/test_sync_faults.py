@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from envclient.base.errors import WireError
+from megatron_venus.architecture import Architecture
 from megatron_venus.config import SyncConfig
 from megatron_venus.engine_digests import EngineDigests
-from megatron_venus.weight_map import Architecture, hf_shapes
+from megatron_venus.weight_map import hf_shapes
 from megatron_venus.weight_source import TensorSource
 from megatron_venus.weight_sync import WeightSync
 from rollout.engine_layout import EngineLayout

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_venus.architecture import Architecture
 from megatron_venus.config import ParallelConfig
-from megatron_venus.weight_map import Architecture, hf_shapes
+from megatron_venus.weight_map import hf_shapes
 from tests.benchmarks.ckpt import make_checkpoint
 from tests.numerics import sync_kit
 from tests.numerics.engine_double import doubles

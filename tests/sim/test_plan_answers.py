@@ -19,7 +19,7 @@ def test_slow_training_gets_all_the_gpus_it_can_and_more_of_them_is_what_to_buy(
     assert (found.best.candidate.training_gpus, found.best.candidate.workers) == (6, 1)
     assert found.bottleneck == "training" and 0.8 < found.doublings[0].gain < 1.1
     assert found.best.shares["training"] > 0.8
-    assert found.purchases[0].name == "training" and found.purchases[0].gain > 0.2
+    assert found.purchases[0].name == "training" and found.purchases[0].gain > 0.1
     rates = [point.tokens_per_hour for point in found.curves["training_gpus"]]
     assert rates == sorted(rates) and len(rates) == 3
     # Training binds on paper too, and the closed form is near.

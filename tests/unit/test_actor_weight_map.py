@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from envclient.base.errors import ConfigError, InvariantError
-from megatron_venus import weight_map
-from megatron_venus.weight_map import Architecture
+from megatron_venus import architecture, weight_map
+from megatron_venus.architecture import Architecture
 
 ARCH = Architecture(
     layers=2,
@@ -100,7 +100,7 @@ def test_reads_both_spellings_of_rope(tmp_path: Path) -> None:
     old = {key: value for key, value in CONFIG.items() if key != "rope_parameters"} | {"rope_theta": 1e4}
     for config in (CONFIG, old):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert weight_map.read_architecture(tmp_path) == ARCH
+        assert architecture.read_architecture(tmp_path) == ARCH
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_reads_both_spellings_of_rope(tmp_path: Path) -> None:
 def test_other_architectures_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(ConfigError, match=message):
-        weight_map.read_architecture(tmp_path)
+        architecture.read_architecture(tmp_path)
 
 
 def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -130,6 +130,6 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has shape \(9,\), not \(8,\)"):
         weight_map.check_complete(weights | {"model.norm.weight": torch.zeros(9)}, ARCH, "x")
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        weight_map.read_architecture(tmp_path)
+        architecture.read_architecture(tmp_path)
     with pytest.raises(InvariantError, match="no place"):
         weight_map.hf_from_megatron("decoder.layers.0.mlp.router.weight", torch.zeros(1), ARCH)

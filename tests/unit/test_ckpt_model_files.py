@@ -17,12 +17,13 @@ from ckpt_tools.layout import Layout
 from ckpt_tools.safetensors_file import create
 from envclient.base.errors import ConfigError, VenusError
 from megatron_venus import hf_folder, launch
+from megatron_venus.architecture import Architecture
 from megatron_venus.checkpoint_index import Checkpoint, Manifest, open_checkpoint
 from megatron_venus.config import VenusConfig
 from megatron_venus.hf_folder import read_weights
 from megatron_venus.model_files import check_model_files, check_resumes
 from megatron_venus.safetensors_header import INDEX
-from megatron_venus.weight_map import Architecture, hf_shapes
+from megatron_venus.weight_map import hf_shapes
 from tests.conftest import MODEL
 from tests.unit import ckpt_kit
 

@@ -20,8 +20,9 @@ from ckpt_tools.hf_checkpoint import HfCheckpoint
 from ckpt_tools.layout import Layout
 from ckpt_tools.safetensors_file import create
 from envclient.base.errors import VenusError
+from megatron_venus.architecture import Architecture
 from megatron_venus.safetensors_header import INDEX
-from megatron_venus.weight_map import Architecture, hf_shapes
+from megatron_venus.weight_map import hf_shapes
 from tests.unit import ckpt_kit
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from envclient.base.errors import InvariantError
+from megatron_venus.architecture import Architecture
 from megatron_venus.engine_digests import EngineDigests
-from megatron_venus.weight_map import Architecture, checksum, hf_shapes
+from megatron_venus.weight_map import checksum, hf_shapes
 from rollout.engine_layout import EngineLayout, messages_of, place_of, view_in
 
 DENSE = Architecture(

@@ -97,7 +97,7 @@ class SyncConfig:
     timeout_s: float = 120.0
     """Seconds that an engine may take for a request of a sync; then it is given up, and its worker named as lost."""
     verify_first: int = 2
-    """Number of first syncs after which every tensor's checksum is compared inside the engine."""
+    """Number of an engine's first syncs after which every tensor's checksum, computed inside it, is compared."""
 
 
 @dataclass(kw_only=True)

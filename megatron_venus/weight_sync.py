@@ -7,8 +7,8 @@ Weights go in buckets, one request to each engine a bucket. What lies whole in t
 the rest is gathered from the actor's processes into a buffer that is filled, sent and filled again, while the engines
 load the bucket before. So a sync holds at most one bucket here and one in an engine, whatever the size of the model.
 SGLang only logs a warning for a name it does not know, so names and shapes are compared with the engine's
-own parameters before the first broadcast, and after the first `verify_first` syncs every tensor's checksum, computed
-inside the engine, with the actor's. An engine that is dead, stuck or refuses is given up with its name; the others get
+own parameters before the first broadcast, and after an engine's first `verify_first` syncs every tensor's checksum,
+computed inside it, with the actor's. An engine that is dead, stuck or refuses is given up with its name; the others get
 the whole version in a new group.
 """
 
@@ -61,7 +61,8 @@ class WeightSync:
         self._engines: list[SyncEngine] = []
         self._group: SyncGroup | None = None
         self._seconds: dict[str, float] = {}
-        self._done = 0
+        self._verified: dict[EngineAddress, int] = {}
+        """Engine → number of syncs after which its checksums were compared."""
         self.buckets = list(buckets_of(source.infos, int(config.bucket_mb * 1e6)))
         self.bucket_bytes = max(bucket.nbytes for bucket in self.buckets)
         """Bytes of the largest bucket: about `bucket_mb`, or the largest tensor if that is larger."""
@@ -92,13 +93,13 @@ class WeightSync:
                     if isinstance(error, EngineGone) or worker in refused:
                         log.error("version %d: worker %s is given up: %s", version, worker, error)
                         lost[worker] = str(error)
+                        self._verified.pop(engine.address, None)
                     refused.add(worker)
                 left = [address for address in left if address.worker not in lost]
                 if not left:
                     raise WireError(f"no engine took version {version}: {'; '.join(lost.values())}") from None
                 self._seconds = before
                 self._lap("failed", begun)
-        self._done += 1
         self._seconds["total"] = self._clock() - started
         log.info(
             "version %d on %d engines, %d lost: %s",
@@ -109,14 +110,14 @@ class WeightSync:
         )
         return SyncResult(seconds=self._seconds, lost=lost)
 
-    def verify(self) -> None:
-        """Compare every tensor's checksum, computed inside each engine, with the actor's.
+    def verify(self, engines: Sequence[SyncEngine] | None = None) -> None:
+        """Compare every tensor's checksum, computed inside each engine (by default all), with the actor's.
 
         Raises:
             InvariantError: names the engine and the first tensor that differs.
             EnginesFailed: an engine did not answer.
         """
-        asked = {engine: start(engine.checksums) for engine in self._engines}
+        asked = {engine: start(engine.checksums) for engine in (self._engines if engines is None else engines)}
         digests = {ranks: EngineDigests(layout) for ranks, layout in self._layouts().items()}
         flat = self._buffers()[0]
         for bucket in self.buckets:
@@ -155,10 +156,13 @@ class WeightSync:
             self._group = SyncGroup(self._engines, self._config.timeout_s)
         begun = self._lap("connect", begun)
         self._broadcast(version, self._group)
-        if self._done < self._config.verify_first:
+        first = self._config.verify_first
+        if new := [engine for engine in self._engines if self._verified.get(engine.address, 0) < first]:
             begun = self._clock()
-            self.verify()
+            self.verify(new)
             self._lap("verify", begun)
+            for engine in new:
+                self._verified[engine.address] = self._verified.get(engine.address, 0) + 1
 
     def _check(self, layouts: dict[SyncEngine, dict[str, str]]) -> None:
         """Both sides must hold the same parameters, else a broadcast would silently leave some untouched."""

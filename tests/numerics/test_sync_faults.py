@@ -32,7 +32,7 @@ ARCH = Architecture(
     tied=False,
 )
 SHAPES = {name: list(shape) for name, shape in hf_shapes(ARCH).items()}
-CONFIG = SyncConfig(bucket_mb=0.02, timeout_s=2.0, verify_first=0)
+CONFIG = SyncConfig(bucket_mb=0.02, timeout_s=2.0, verify_first=1)
 
 
 def weights_of(version: int) -> dict[str, Tensor]:
@@ -62,7 +62,8 @@ def test_the_others_go_on() -> None:
     with doubles(SHAPES, "w0", "w1", "w2", "w1") as (w0, w1, w2, w1_again):
         assert len(sync.buckets) >= 4
         new_version(1)
-        assert sync.send(1, [w0.address, w1.address, w2.address]).lost == {}
+        first = sync.send(1, [w0.address, w1.address, w2.address])
+        assert first.lost == {} and first.seconds["verify"] > 0
 
         # w1 stops in the middle of the broadcast; gloo makes others depend on it.
         w1.post("set_faults", freeze_at=3)
@@ -75,15 +76,17 @@ def test_the_others_go_on() -> None:
         # One that refuses once was the victim of a broken group, for all we know; nobody is lost.
         w2.post("set_faults", refuse_at=2)
         new_version(3)
-        assert sync.send(3, [w0.address, w2.address]).lost == {}
+        third = sync.send(3, [w0.address, w2.address])
+        assert third.lost == {} and third.seconds["failed"] > 0 and third.seconds["verify"] == 0
         for double in (w0, w2):
             assert_holds(double, weights)
 
         # A dead process, and a restarted one under the name of the lost one.
         w2.process.kill()
         new_version(4)
-        lost = sync.send(4, [w0.address, w2.address, w1_again.address]).lost
-        assert lost.keys() == {"w2"} and "worker w2" in lost["w2"]
+        fourth = sync.send(4, [w0.address, w2.address, w1_again.address])
+        assert fourth.lost.keys() == {"w2"} and "worker w2" in fourth.lost["w2"]
+        assert fourth.seconds["verify"] > 0, "the checksums of an engine that is new are compared"
         for double in (w0, w1_again):
             assert_holds(double, weights)
             double.process.kill()

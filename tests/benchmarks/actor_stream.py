@@ -168,6 +168,7 @@ def _measure(replicas: int, recordings: int, say: Callable[[str], None]) -> dict
         "ratio": round(sum(step["step_s"] for step in held) / sum(step["step_s"] for step in streamed), 3),
         "tail_in_groups": median(streamed, "tail_in_groups"),
         "floor_in_groups": median(streamed, "floor_in_groups"),
+        "overhead_in_groups": median(streamed, "overhead_in_groups"),
         "tails_in_groups": [round(step["tail_in_groups"], 3) for step in streamed],
         "floors_in_groups": [round(step["floor_in_groups"], 3) for step in streamed],
         "waiting_tail_in_groups": median(held, "tail_in_groups"),
@@ -192,10 +193,12 @@ def _step_of(step: int, coordinator: PacedCoordinator, rows: list[dict[str, Any]
         for name in sorted(row["groups"], key=lambda name: row["groups"][name]):
             free = max(free, arrivals[name] if streams(step) else last) + work[name]
         ends.append(free)
+    tail, floor = (max(row["optimizer"] for row in rows) - last) / own, (max(ends) - last) / own
     return {
         "step_s": max(row["end"] for row in rows) - coordinator.began[step],
-        "tail_in_groups": (max(row["optimizer"] for row in rows) - last) / own,
-        "floor_in_groups": (max(ends) - last) / own,
+        "tail_in_groups": tail,
+        "floor_in_groups": floor,
+        "overhead_in_groups": tail - floor,
         "last_group_s": own,
     }
 

@@ -152,10 +152,8 @@ class PolicyConfig:
     """paper, venus, program_aware: pending turns may move to other workers, where engines can migrate."""
     fill: float = 0.0
     """venus: share (0 to 2) of the KV capacity that the working set may need; 0: 0.9 without a host
-    cache, with one 1.0 plus half of what it holds, at most 2.0."""
-    resident_favour: float = 0.7
-    """venus: (0 to 1] F_g of a group counts this much for its trajectories that are in the working set already."""
-    reserve: float = 0.5
+    cache, 1.2 with one."""
+    reserve: float = 0.25
     """venus: share (0 to 1) of a trajectory's expected growth that is reserved for it from the start."""
     growth_tokens: int = 1000
     """Tokens of growth expected of a context before any length was measured."""

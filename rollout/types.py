@@ -34,7 +34,6 @@ POLICY_ORDERS = ("admission", "length")
 POLICY_RANGES: dict[str, tuple[float, float]] = {
     "hysteresis": (0.01, 1.0),
     "fill": (0.0, 2.0),
-    "resident_favour": (0.01, 1.0),
     "reserve": (0.0, 1.0),
     "growth_tokens": (0, 10**7),
     "move_gap": (0.0, 10.0),

@@ -1,8 +1,10 @@
 """PURE: a sticky working set per worker, ours: nothing is started whose KV would push out what runs.
 
-Order: promoted groups, critical ones, the rest; inside a class the smaller F_g, where members count `resident_favour`
-times theirs; inside a group the longest remaining first. What is not in the set is PARKED: not started, or not given
-another turn, whatever slots are free. Class, membership and (in the engine) tier come from this one rule. [R]
+Order: promoted groups, critical ones, the rest; inside a class that of admission; inside a group the longest remaining
+first. A member leaves only for a better class, or when what is held does not fit any more: whoever changes places had
+its KV made for nothing, and is one more context to recompute after every sync. What is not in the set is PARKED: not
+started, or not given another turn, whatever slots are free. Class, membership and (in the engine) tier come from this
+one rule. [R]
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ from rollout.policy.lengths import Lengths
 from rollout.policy.settings import PolicyLimits, PolicySettings
 from rollout.policy.working_set import Key, WorkingSet
 
-_STEP = 1.1
-"""Ratio of neighbouring F_g that count as different."""
+_FILL = 0.9
+"""Of the KV memory, without a host cache: a full pool evicts prefixes that come back soon."""
+_FILL_WITH_HOST = 1.2
+"""With one, an evicted prefix costs a copy only: contexts whose tools run make room for some more. [R: more of them
+raise the decode batch less than their copies and their recompute after a sync cost]"""
 
 
 class VenusPolicy(GroupedPolicy):
@@ -28,7 +33,6 @@ class VenusPolicy(GroupedPolicy):
 
     def __init__(self, settings: PolicySettings, limits: PolicyLimits, lengths: Lengths) -> None:
         super().__init__(settings, limits, lengths)
-        self._favour = 0 if self.by_admission else bucket(settings.resident_favour, _STEP)
         self._sets: dict[str, WorkingSet] = {}
         self._dirty: set[str] = set()
         self._keyed: dict[int, Key] = {}
@@ -42,10 +46,7 @@ class VenusPolicy(GroupedPolicy):
         super().join(worker)
         room = most = None
         if worker.kv_tokens:
-            # Without a host cache a full pool evicts prefixes that come back soon, and over-filling halves throughput.
-            # With one an evicted prefix costs a copy only, so tools' waiting time is worth filling with more contexts.
-            host = worker.host_kv_tokens / worker.kv_tokens
-            fill = self.settings.fill or (min(2.0, 1.0 + host / 2) if host else 0.9)
+            fill = self.settings.fill or (_FILL_WITH_HOST if worker.host_kv_tokens else _FILL)
             room, most = fill * worker.kv_tokens, max(fill, (1.0 + fill) / 2) * worker.kv_tokens
         self._sets[worker.name] = WorkingSet(room, most)
 
@@ -109,10 +110,7 @@ class VenusPolicy(GroupedPolicy):
     def _group_key(self, group: JobGroup) -> Key:
         if group.promoted:
             return (0, float(group.oldest or 0), group.order)
-        standing = 1 if group in self.critical else 2
-        if self.by_admission:
-            return (standing, group.order, group.order)
-        return (standing, bucket(group.remaining, _STEP), group.order)
+        return (1 if group in self.critical else 2, 0.0, group.order)
 
     def _spread(self, group: JobGroup) -> None:
         """When the group's place in the order changed, its jobs' keys follow."""
@@ -131,9 +129,7 @@ class VenusPolicy(GroupedPolicy):
         group = job.group
         key = self._keyed.get(group.order) or self._group_key(group)
         outside: Key = (*key, -bucket(job.expected_tokens, 1.3))
-        # A member is never put out for a sibling, and for another group only when that is clearly better.
-        favour = self._favour if key[0] else 0
-        inside: Key = (key[0], key[1] + favour, key[2], -math.inf)
+        inside: Key = (key[0], key[1], -math.inf, key[2])
         prompt = group.prompt_tokens or self.prompt_tokens
         held = max(0.0, job.context_tokens - prompt) + self.turn_tokens
         growth = max(0.0, job.expected_context - job.context_tokens - self.turn_tokens)

@@ -26,8 +26,8 @@ SLOTS = (8, 16, 24, 32, 48, 96)
 """Of `trajectory`'s sweep, beside the engine's 64."""
 SANDBOXES = (0, 320, 256)
 PARAMETERS: dict[str, Sequence[str]] = {
-    "reserve": ("0", "0.25", "1"),
-    "resident_favour": ("0.4", "1"),
+    "fill": ("0.8", "1", "1.5", "2"),
+    "reserve": ("0", "0.5", "1"),
     "hysteresis": ("0.8", "1"),
     "move_gap": ("0.1", "1"),
     "order": ("admission",),

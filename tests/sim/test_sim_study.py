@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from envclient.base.errors import ConfigError
-from rollout.sim import study, study_runs
+from rollout.sim import compiled, study, study_runs
 from rollout.sim.fairness import classes, discard_shares, drift, shares
 from rollout.sim.study_cells import LIVE, NO_LIMITS, ORACLE, OURS, Cell, Run, runs
 from rollout.sim.study_report import document
@@ -155,7 +155,7 @@ def test_a_stopped_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with raw.open("ab") as file:
         file.write(b'{"code": "cut off')  # killed while writing
     assert make_missing(raw, wanted, processes=2, budget_s=None, tell=lines.append) == 0
-    assert made == wanted and [row.run for row in read_rows(raw)] == wanted
+    assert made == wanted and {row.run for row in read_rows(raw)} == set(wanted)
     assert {row.code for row in read_rows(raw)} == {code_digest()}
     assert make_missing(raw, [*wanted, Run(cell=Cell(), policy="paper", seed=1)], processes=1, budget_s=-1.0) == 1
     assert "[2/2, 0 min left]" in lines[-1]
@@ -189,3 +189,17 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         study.main(["--processes", "0", "--folder", str(tmp_path)])
     with pytest.raises(ConfigError, match="no run of this study"):
         study.main(["--report-only", "--folder", str(tmp_path)])
+
+
+def test_a_compiled_copy_needs_its_tools_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "compiled").touch()
+    assert compiled.compiled_copy(tmp_path / "there") == tmp_path / "there"
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="C compiler"):
+        compiled.compiled_copy(tmp_path / "copy")
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs mypy"):
+        compiled.compiled_copy(tmp_path / "copy")
+    root = Path(compiled.__file__).resolve().parents[2]
+    assert [name for name in compiled.MODULES if not (root / name).is_file()] == []

@@ -127,7 +127,7 @@ def test_every_name_has_its_policy_and_settings_read_the_config() -> None:
         ({"order": "size"}, "rollout.policy.order='size'"),
         ({"hysteresis": 1.5}, "rollout.policy.hysteresis=1.5"),
         ({"reserve": -0.1}, "rollout.policy.reserve=-0.1"),
-        ({"resident_favour": 0.0}, "rollout.policy.resident_favour=0.0"),
+        ({"reserve": 1.5}, "rollout.policy.reserve=1.5"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(keys: dict[str, Any], line: str) -> None:
@@ -269,12 +269,11 @@ def test_tool_time_does_not_reorder_groups_when_the_means_move() -> None:
 
 
 def test_a_group_that_is_never_started_comes_first_after_two_spans() -> None:
-    """Under an order by length shorter newcomers would pass it over for ever. S = 2, and k = 0 places are left."""
+    """Shorter newcomers, which are critical, would pass it over for ever. S = 2, and k = 1 place is left."""
     table = Table("venus", batch=1, kv_tokens=1000, fill=1.0, lengths={"1.0": (900, 900), "2.0": (9, 9)})
     table.policy.prompt_tokens = 600.0  # type: ignore[attr-defined]
-    table.policy.places = 0
     table.add("2.0", "1.0")
-    assert table.classes() == {"2.0": LOW, "1.0": PARKED}
+    assert table.classes() == {"2.0": HIGH, "1.0": PARKED}
     assert table.age_unstarted(1, 3) == {}
     assert table.age_unstarted(1, 4) == {"2.0": PARKED, "1.0": HIGH}
     assert table.causes["1.0"] == "promoted: admitted under version 0, not started"

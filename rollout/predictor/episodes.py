@@ -7,6 +7,7 @@ what was known when, so that a row needs no other file.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,9 @@ import msgspec
 from envclient.base.errors import ConfigError
 from envclient.base.files import JsonlWriter
 from rollout.types import (
+    ClosePrompt,
     EventRow,
+    Purpose,
     Record,
     RunStarted,
     StartTrajectory,
@@ -52,6 +55,15 @@ class EpisodeRow(Record, frozen=True, kw_only=True):
     turns: list[TurnRow]
 
 
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """A trajectory that has begun."""
+
+    started_seq: int
+    turns: list[TurnRow] = field(default_factory=list)
+    reported: Trajectory | None = None
+
+
 class EpisodeLog:
     """Writer of a run's files.
 
@@ -64,54 +76,60 @@ class EpisodeLog:
         self._keep_steps = keep_steps
         self._folder.mkdir(exist_ok=True)
         self._file: JsonlWriter | None = None
-        self._started: dict[str, int] = {}
-        self._turns: dict[str, list[TurnRow]] = {}
-        self._reported: dict[str, Trajectory] = {}
+        self._open: dict[str, dict[str, _Open]] = {}
+        """Group → its trajectories that have begun, until its prompt is closed."""
 
     def reported(self, trajectory: Trajectory) -> None:
         """A worker reported this training trajectory; its TrajectoryEnded follows."""
-        self._reported[trajectory.trajectory_id] = trajectory
+        if (begun := self._begun(trajectory.trajectory_id)) is not None:
+            begun.reported = trajectory
 
     def follow(self, row: EventRow) -> None:
         """A row of `events.jsonl` became durable."""
-        for command in row.commands:
-            if isinstance(command, StartTrajectory):
-                self._started[command.trajectory_id] = row.seq
         event = row.event
-        if isinstance(event, TurnEnded) and event.trajectory_id in self._started:
-            turn = TurnRow(seq=row.seq, context_tokens=event.context_tokens, output_tokens=event.output_tokens)
-            self._turns.setdefault(event.trajectory_id, []).append(turn)
+        if isinstance(event, TurnEnded):
+            if (begun := self._begun(event.trajectory_id)) is not None:
+                turn = TurnRow(seq=row.seq, context_tokens=event.context_tokens, output_tokens=event.output_tokens)
+                begun.turns.append(turn)
         elif isinstance(event, TrajectoryEnded):
             self._ended(event.trajectory_id, row.seq)
         elif isinstance(event, RunStarted):
-            self._begin(event.version)
+            self._begin_file(event.version)
         elif isinstance(event, StepFinished):
-            self._begin(event.step)
+            self._begin_file(event.step)
+        for command in row.commands:
+            if isinstance(command, StartTrajectory) and command.purpose is Purpose.TRAIN:
+                self._open.setdefault(command.group_id, {})[command.trajectory_id] = _Open(started_seq=row.seq)
+            elif isinstance(command, ClosePrompt):
+                self._open.pop(command.group_id, None)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
+    def _begun(self, trajectory_id: str) -> _Open | None:
+        return self._open.get(trajectory_id.rsplit(".", 2)[0], {}).get(trajectory_id)
+
     def _ended(self, trajectory_id: str, seq: int) -> None:
-        started = self._started.pop(trajectory_id, None)
-        turns = self._turns.pop(trajectory_id, [])
-        trajectory = self._reported.pop(trajectory_id, None)
-        if trajectory is None or started is None or not turns or trajectory.status not in _SCORED:
+        begun = self._begun(trajectory_id)
+        trajectory = begun.reported if begun is not None else None
+        if begun is None or trajectory is None or not begun.turns or trajectory.status not in _SCORED:
             return
+        del self._open[trajectory.group_id][trajectory_id]
         row = EpisodeRow(
             trajectory_id=trajectory_id,
             group_id=trajectory.group_id,
             task_id=trajectory.task_id,
-            started_seq=started,
+            started_seq=begun.started_seq,
             ended_seq=seq,
             token_ids=trajectory.prompt_ids + trajectory.response_ids,
-            turns=turns,
+            turns=begun.turns,
         )
         assert self._file is not None, "RunStarted is a run's first event"
         self._file.write(msgspec.json.encode(row))
 
-    def _begin(self, step: int) -> None:
+    def _begin_file(self, step: int) -> None:
         self.close()
         self._file = JsonlWriter(self._folder / f"episodes-{step:06d}.jsonl")
         if self._keep_steps:

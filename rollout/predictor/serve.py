@@ -14,6 +14,7 @@ import math
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -113,7 +114,7 @@ async def serve(run_dir: Path, config: PredictorConfig, sock: socket.socket, tok
 
     working = asyncio.create_task(work())
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    waits = [asyncio.create_task(asked.wait()), asyncio.create_task(predictor.wait_lost())]
+    waits: list[asyncio.Task[Any]] = [asyncio.create_task(w) for w in (asked.wait(), predictor.wait_lost())]
     try:
         await asyncio.wait([working, serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if asked.is_set():

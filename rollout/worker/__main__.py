@@ -120,8 +120,9 @@ async def work(arguments: argparse.Namespace) -> None:
             await engine.stop()
             log.info("agent: %s", agent.statistics())
             if worker.estimates is not None:
-                numbers = worker.estimates.statistics()
-                write_json_atomic(arguments.run_dir / "predictor" / f"worker-{arguments.worker}.json", numbers)
+                folder = arguments.run_dir / "predictor"
+                folder.mkdir(exist_ok=True)
+                write_json_atomic(folder / f"worker-{arguments.worker}.json", worker.estimates.statistics())
             await agent.aclose()
 
 

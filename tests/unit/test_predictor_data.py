@@ -15,8 +15,10 @@ from rollout.predictor.episodes import EpisodeLog, EpisodeRow, read_episodes
 from rollout.types import (
     AnyCommand,
     AnyEvent,
+    ClosePrompt,
     EventRow,
     PriorityClass,
+    PromptStatus,
     Purpose,
     RunStarted,
     StartTrajectory,
@@ -61,25 +63,24 @@ class Run:
         self.log.follow(EventRow(seq=self.seq, now=float(self.seq), event=event, commands=list(commands)))
         self.seq += 1
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, purpose: Purpose = Purpose.TRAIN) -> None:
         order = StartTrajectory(
             worker="w0",
             trajectory_id=name,
             group_id=name.rsplit(".", 2)[0],
             task_id="task",
-            purpose=Purpose.TRAIN,
+            purpose=purpose,
             priority=PriorityClass.LOW,
         )
         self.row(Tick(), order)
 
     def play(self, name: str, status: TrajectoryStatus = TrajectoryStatus.FINISHED, *, train: bool = True) -> None:
-        self.start(name)
+        self.start(name, Purpose.TRAIN if train else Purpose.EVAL)
         for number, (context, output) in enumerate([(2, 2), (5, 1)], start=1):
             self.row(
                 TurnEnded(trajectory_id=name, turn=number, context_tokens=context, output_tokens=output, version=0)
             )
-        if train:
-            self.log.reported(trajectory(name, status))
+        self.log.reported(trajectory(name, status))
         ended = TrajectoryEnded(
             trajectory_id=name,
             worker="w0",
@@ -99,6 +100,9 @@ def test_scored_training_episodes_are_written_with_their_turns(tmp_path: Path) -
     run.play("p0.0.1.0", TrajectoryStatus.FAILED)
     run.play("e0.0.0.0", train=False)
     run.play("p0.0.2.0", TrajectoryStatus.TRUNCATED)
+    run.start("p0.0.3.0")
+    run.row(Tick(), ClosePrompt(prompt_id="p0", group_id="p0.0", status=PromptStatus.ACCEPTED, cause="", step=1))
+    assert run.log._open == {}, "nothing is kept of a group that is closed"
     first, second = read_episodes(tmp_path)
     assert (first.trajectory_id, second.trajectory_id) == ("p0.0.0.0", "p0.0.2.0")
     assert first.token_ids == [5, 6, 7, 8, 9, 10]

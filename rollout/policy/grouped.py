@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from envclient.base.errors import InvariantError
 from rollout.policy.base import HIGH, LOW, Policy
 from rollout.policy.critical import CriticalSet
 from rollout.policy.jobs import Job, JobGroup, Phase
@@ -77,29 +78,30 @@ class GroupedPolicy(Policy):
 
     def _added(self, job: Job) -> None:
         self._estimate(job)
-        self._reckon(job.group)
+        self._reckon(job.group, job)
 
     def _ready(self, job: Job) -> None:
         if job.turns == 0:
             self.prompt_tokens += (0.05 if self.prompt_tokens else 1.0) * (job.context_tokens - self.prompt_tokens)
-            self._reckon(job.group)
+            self._reckon(job.group, job)
 
     def _ended_turn(self, job: Job) -> None:
-        self._reckon(job.group)
+        self._reckon(job.group, job)
 
     def _expected(self, job: Job) -> None:
         self._ended_turn(job)
 
     def _removed(self, job: Job) -> None:
-        self._reckon(job.group)
+        self._reckon(job.group, job)
 
     def _changed_group(self, group: JobGroup) -> None:
         self._reckon(group)
         self._regard(group)
 
-    def _reckon(self, group: JobGroup) -> None:
-        """Recompute F_g; its members are few."""
+    def _reckon(self, group: JobGroup, job: Job | None = None) -> None:
+        """Recompute F_g. `job`: the only one of its members that changed, came or went; else all may have."""
         if not group.jobs:
+            group.longest = None
             self._unsettled |= self.critical.drop(group)
             self._promoted.discard(group.order)
             self._wanted = -1
@@ -107,8 +109,7 @@ class GroupedPolicy(Policy):
         if self.by_admission:
             group.remaining = float(group.order)
         else:
-            left = self._with_tools if self.settings.tool_time else _tokens
-            group.remaining = max(map(left, group.jobs.values()))
+            self._measure_longest(group, job)
         if group.promoted:
             self.critical.drop(group)
             self._promoted.add(group.order)
@@ -116,6 +117,17 @@ class GroupedPolicy(Policy):
         else:
             self._promoted.discard(group.order)
             self._unsettled |= self.critical.put(group, group.remaining)
+
+    def _measure_longest(self, group: JobGroup, job: Job | None) -> None:
+        """F_g by the longest member. In a large run its siblings are far from the caches: they are left alone while a
+        job that is not the longest one gets shorter."""
+        left = self._with_tools if self.settings.tool_time else _tokens
+        if job is not None and group.longest is not None and group.longest is not job and not self.settings.tool_time:
+            if job.trajectory_id in group.jobs and job.expected_tokens > group.remaining:
+                group.longest, group.remaining = job, job.expected_tokens
+            return
+        group.longest = max(group.jobs.values(), key=left)
+        group.remaining = left(group.longest)
 
     def _exchange(self) -> bool:
         """Follow the running means when they have moved far. Whether they had."""
@@ -148,7 +160,14 @@ class GroupedPolicy(Policy):
                 self._set(job, HIGH if high else LOW, cause=self.why(group))
 
     def check_invariants(self) -> None:
+        """Recount. Raises InvariantError."""
         self.critical.check_invariants()
+        if self.by_admission or self.settings.tool_time:
+            return
+        for group in {job.group.order: job.group for job in self.jobs.values()}.values():
+            longest = max(map(_tokens, group.jobs.values()))
+            if group.remaining != longest:
+                raise InvariantError(f"group {group.group_id}: F = {group.remaining:g}, recounted {longest:g}")
 
 
 def _tokens(job: Job) -> float:

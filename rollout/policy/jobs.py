@@ -43,6 +43,8 @@ class JobGroup:
     """Output tokens of the siblings that have finished."""
     prompt_tokens: int = 0
     """Known from the first turn on; shared by all its jobs, so counted once on a worker."""
+    longest: Job | None = None
+    """The unfinished job that `remaining` is measured by."""
     promoted: bool = False
     """At its last valid weight version, or not started for too long."""
     remaining: float = 0.0

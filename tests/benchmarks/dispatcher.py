@@ -61,11 +61,11 @@ MEASURED = tuple(name for name in POLICIES if name != "oracle")
 WORKERS = 64
 GROUP = 8
 PROMPT_TOKENS = 13_500
-KV_TOKENS = 10_000
-"""Of its worker's engine, for each open trajectory, without a host cache: about half of what they would hold."""
+KV_TOKENS = 6_000
+"""Of its worker's engine, for each open trajectory, without a host cache: less than half of what they hold."""
 EVENT_S = 5.0
 """Seconds between two events of a trajectory."""
-FAST_EVENTS = 4
+FAST_EVENTS = 2
 """Of the fast-forward, for each open trajectory."""
 SMALL, TYPICAL, LARGE = SIZES = 512, 8192, 65536
 ROUNDS = 5
@@ -236,7 +236,7 @@ class Steady:
 def settled(policy: str, trajectories: int) -> Steady:
     """A world with `trajectories` open, after the fast-forward."""
     world = Steady(policy, trajectories)
-    for pace, plays in ((FAST, FAST_EVENTS * trajectories), (REAL, trajectories // 2)):
+    for pace, plays in ((FAST, FAST_EVENTS * trajectories), (REAL, trajectories // 4)):
         world.pace = pace
         for _ in range(plays):
             world.play()

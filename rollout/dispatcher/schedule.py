@@ -62,8 +62,9 @@ class Schedule:
             changed = self._policy.decide(self._pool.now)
             # What was told at a start may have been a passing thought: the policy compares with its last decision only.
             self._tell(changed + [e.job for e in started if e.job is not None and self._misled(e)], out)
-            if self._policy.moves:
-                self._move(out)
+            if self._policy.moves and self._move(out):
+                # Where a job has gone to it has another standing; what that makes others wish to do waits.
+                self._tell(self._policy.decide(self._pool.now), out)
             started = self._start(out)
             if not started:
                 return
@@ -131,12 +132,13 @@ class Schedule:
             )
         return started
 
-    def _move(self, out: list[AnyCommand]) -> None:
-        """Jobs go to other workers: those that wait by a new place in a queue, pending turns by a command.
+    def _move(self, out: list[AnyCommand]) -> bool:
+        """Jobs go to other workers: those that wait by a new place in a queue, pending turns by a command. Whether any.
 
         None while weights change: both ends would have to be paused alike.
         """
         moves, self._policy.moves = self._policy.moves, []
+        moved = False
         for move in moves:
             episode = self._pool.episodes.get(move.job.trajectory_id)
             target = self._pool.workers.get(move.to)
@@ -154,6 +156,8 @@ class Schedule:
             else:
                 continue
             self._policy.moved(move.job, move.to)
+            moved = True
+        return moved
 
     def _can_move(self, episode: Episode, target: Worker) -> bool:
         able = target.capabilities.migration and self._pool.workers[episode.worker].capabilities.migration

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -315,6 +315,19 @@ def test_long_walks(config: DispatcherConfig, seed: int, replicas: int, like: En
     world.check_end()
 
 
+MOVED = DispatcherConfig(
+    group_size=3,
+    batch=1,
+    max_version_span=1,
+    deadline_s=50.0,
+    max_trajectories=3,
+    max_refills=100_000,
+    policy=PolicySettings(name="paper", demotion=False, growth_tokens=0, move_gap=0.0),
+)
+"""A pending turn goes to another worker, where it has another class."""
+
+
+@example(config=MOVED, seed=0, replicas=1, like=Engines(priority=True, migration=True, kv_tokens=1, turn_tokens=3))
 @given(config=configs(promised=True), seed=st.integers(0, 2**32), replicas=st.integers(1, 3), like=engines)
 @settings(max_examples=4000 if LONG else 250, deadline=None, report_multiple_bugs=False)
 def test_nothing_is_discarded_where_that_is_promised(

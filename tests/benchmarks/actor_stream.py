@@ -34,7 +34,7 @@ from envclient.base.configs import to_yaml
 from megatron_venus.config import ActorConfig, VenusConfig
 from rollout.config import FactoryConfig, ModelConfig, RolloutConfig, RunConfig
 from rollout.protocol import NextGroupRequest
-from rollout.types import NextGroup, TrainGroup, TrainSequence
+from rollout.types import NextGroup, NoGroupYet, TrainGroup, TrainSequence
 from tests.numerics import kit
 from tests.numerics.fake_coordinator import TOKEN, FakeCoordinator, serving
 
@@ -113,6 +113,8 @@ class PacedCoordinator(FakeCoordinator):
     """Step → when the first replica asked for a group of it (seconds of the monotonic clock)."""
 
     def next_group(self, request: NextGroupRequest) -> NextGroup:
+        if request.step > ALL_READY and len(self.metrics) < ALL_READY:
+            return NoGroupYet(step=request.step)  # a replica was faster than the report that sets the pace
         self.began.setdefault(request.step, time.monotonic())
         return super().next_group(request)
 

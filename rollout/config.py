@@ -152,7 +152,7 @@ class PolicyConfig:
     """paper, venus, program_aware: pending turns may move to other workers, where engines can migrate."""
     fill: float = 0.0
     """venus: share (0 to 2) of the KV capacity that the working set may need; 0: 0.9 without a host
-    cache, 1.2 with one."""
+    cache, 1.4 with one."""
     reserve: float = 0.25
     """venus: share (0 to 1) of a trajectory's expected growth that is reserved for it from the start."""
     growth_tokens: int = 1000

@@ -21,7 +21,7 @@ from rollout.policy.working_set import Key, WorkingSet
 
 _FILL = 0.9
 """Of the KV memory, without a host cache: a full pool evicts prefixes that come back soon."""
-_FILL_WITH_HOST = 1.2
+_FILL_WITH_HOST = 1.4
 """With one, an evicted prefix costs a copy only: contexts whose tools run make room for some more. [R: more of them
 raise the decode batch less than their copies and their recompute after a sync cost]"""
 

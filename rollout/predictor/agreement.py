@@ -80,7 +80,9 @@ def _row(name: str, task: NDArray[np.int64], truth: Floats, values: Mapping[str,
         tasks=len(members),
         spearman={n: spearman(v, truth) for n, v in values.items()},
         error={n: float(np.std([spearman(v[d], truth[d]) for d in draws])) for n, v in values.items()},
-        log_error={n: float(np.mean(np.abs(np.log1p(v) - np.log1p(truth)))) for n, v in values.items()},
+        log_error={
+            n: float(np.mean(np.abs(np.log1p(np.maximum(v, 0.0)) - np.log1p(truth)))) for n, v in values.items()
+        },
     )
 
 

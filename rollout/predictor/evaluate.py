@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from envclient.base.errors import ConfigError, main_guard
 from envclient.base.files import read_json, write_json_atomic
 from rollout.predictor.agreement import TurnAgreement, by_turn, table
@@ -27,15 +29,27 @@ _BATCH = 32
 
 def predict(model: LengthModel, samples: Sequence[EpisodeSamples], limit: int) -> list[list[float]]:
     """Remaining tokens that the model predicts at every sample's turns."""
-    texts = [window(s.token_ids[: turn.context_tokens], limit) for s in samples for turn in s.turns]
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
-    found = [0.0] * len(texts)
+    texts: list[tuple[list[int], int, list[int]]] = []
+    """Input, number of the sample, and the turns' ends in it: all in one where the window holds the episode."""
+    for number, sample in enumerate(samples):
+        ends = [turn.context_tokens for turn in sample.turns]
+        if max(ends) <= limit:
+            texts.append((sample.token_ids[: max(ends)], number, ends))
+        else:
+            cut = [window(sample.token_ids[:end], limit) for end in ends]
+            texts += [(text, number, [len(text)]) for text in cut]
+    found: list[list[float]] = [[] for _ in texts]
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place][0]))
     for begin in range(0, len(order), _BATCH):
         chosen = order[begin : begin + _BATCH]
-        for number, score in zip(chosen, model.predict([texts[n] for n in chosen]), strict=True):
-            found[number] = max(1.0, math.expm1(score))
-    flat = iter(found)
-    return [[next(flat) for _ in sample.turns] for sample in samples]
+        with torch.no_grad():
+            scores = model([texts[place][0] for place in chosen])
+        for row, place in enumerate(chosen):
+            found[place] = [max(1.0, math.expm1(float(scores[row, end - 1]))) for end in texts[place][2]]
+    predicted: list[list[float]] = [[] for _ in samples]
+    for (_, number, _), values in zip(texts, found, strict=True):
+        predicted[number] += values
+    return predicted
 
 
 def compare(samples: Sequence[EpisodeSamples], model: LengthModel | None, limit: int) -> list[TurnAgreement]:
@@ -68,8 +82,9 @@ def compare(samples: Sequence[EpisodeSamples], model: LengthModel | None, limit:
 
 
 def _siblings(turn: TurnSample, usual: float) -> float:
-    """The siblings' mean length, the training tasks' where none has finished, less what was generated."""
-    return max(1.0, (turn.siblings_tokens if turn.siblings else usual) - turn.generated_tokens)
+    """The siblings' mean length, the training tasks' where none has finished, less what was generated; it may be
+    negative, which orders better than a floor would."""
+    return (turn.siblings_tokens if turn.siblings else usual) - turn.generated_tokens
 
 
 def latencies(run_dir: Path) -> dict[str, dict[str, float]]:

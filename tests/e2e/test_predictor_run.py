@@ -32,7 +32,7 @@ def test_a_run_trains_its_predictor_asks_it_and_outlives_it(tmp_path: Path) -> N
         "engine": "torch",
         "trunk": str(MODEL),
         "context_tokens": "640",
-        "refresh_minutes": "0.1",
+        "refresh_minutes": "0.03",
     }
     overrides = [*SCRIPTED, "policy=venus", f"steps={STEPS}", "async_factor=1.5"]
     overrides += [f"rollout.predictor.{key}={value}" for key, value in predictor.items()]
@@ -40,7 +40,7 @@ def test_a_run_trains_its_predictor_asks_it_and_outlives_it(tmp_path: Path) -> N
         wait_until(lambda: run.process.poll() is not None or len(estimates(run)) >= 3, 200.0, f"answers; {run.text}")
         assert run.process.poll() is None, run.text
         os.kill(run.pid_of("predictor"), signal.SIGKILL)
-        run.wait_steps(run.steps_done + 4)
+        run.wait_steps(run.steps_done + 3)
         assert "the run goes on without its predictor" in run.text
         run.process.send_signal(signal.SIGINT)
         run.wait(60.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import Qwen3Config, Qwen3Model
 from envclient.base.errors import ConfigError
 from rollout.predictor import evaluate, train
 from rollout.predictor.agreement import by_turn, spearman
-from rollout.predictor.data import EpisodeSamples, make_samples, write_samples
+from rollout.predictor.data import EpisodeSamples, make_samples, window, write_samples
 from rollout.predictor.evaluate import compare, predict
 from rollout.predictor.model import LengthModel, load
 from rollout.predictor.train import TrainSettings, batches, fit, sequences
@@ -156,4 +157,8 @@ def test_train_and_evaluate_as_a_person_runs_them(
     model = load(out)
     assert rows[0]["spearman"]["predictor"] == compare(samples, model, 4096)[0].spearman["predictor"]
     held = [sample for sample in samples if sample.held_out]
-    assert [len(row) for row in predict(model, held, 4096)] == [len(sample.turns) for sample in held]
+    # One pass an episode, or a window a turn: the same numbers as turn by turn.
+    for limit in (4096, 9):
+        alone = [model.predict([window(s.token_ids[: t.context_tokens], limit)])[0] for s in held[:5] for t in s.turns]
+        found = [value for row in predict(model, held[:5], limit) for value in row]
+        assert found == pytest.approx([max(1.0, math.expm1(score)) for score in alone], rel=1e-4)

@@ -29,12 +29,13 @@ from envclient.base.files import read_json, read_jsonl, write_atomic
 from envclient.base.ports import listen, port_of
 from envclient.base.processes import Child
 from envclient.base.wire import Client
-from megatron_venus import algorithms
+from megatron_venus import algorithms, machine
 from megatron_venus.architecture import architecture_in
 from megatron_venus.checkpoint_index import find_latest, latest_of
 from megatron_venus.config import VenusConfig
 from megatron_venus.model_files import check_resumes
 from megatron_venus.plan import plan_text
+from megatron_venus.plan.devices import device_shares
 from megatron_venus.plots import plot_reward
 from megatron_venus.preflight import check_all, check_config, check_here, check_memory, lacking_here, plan_memory
 from megatron_venus.screen import Screen, eval_line, progress_text, step_line
@@ -187,23 +188,25 @@ class Launcher:
         hub_url = f"http://{config.rollout.coordinator.host}:{port_of(hub_socket)}"
         python = [sys.executable, "-m"]
         model, version = config.model.path, max(0, self.resume_step)
+        gpus = device_shares(config, machine.visible_gpus())
         async with Supervisor(here) as supervisor:
             if version > 0:
                 model = str(await self._resumed_model(supervisor))
             if env_socket is not None:
                 fd = env_socket.fileno()
                 argv = [*python, "envclient.controller", "--run-dir", str(here), "--fd", str(fd)]
-                await supervisor.start("environment", argv, pass_fds=[fd])
+                await supervisor.start("environment", argv, pass_fds=[fd], extra_env=gpus.others)
                 env_socket.close()
             fd = hub_socket.fileno()
             argv = [*python, "rollout.coordinator", "--run-dir", str(here), "--fd", str(fd)]
-            await supervisor.start("coordinator", [*argv, "--resume-step", str(self.resume_step)], pass_fds=[fd])
+            argv += ["--resume-step", str(self.resume_step)]
+            await supervisor.start("coordinator", argv, pass_fds=[fd], extra_env=gpus.others)
             hub_socket.close()
             asking: list[str] = []
             if predictor_socket is not None:
                 fd = predictor_socket.fileno()
                 argv = [*python, "rollout.predictor.serve", "--run-dir", str(here), "--fd", str(fd)]
-                await supervisor.start(PREDICTOR, argv, pass_fds=[fd])
+                await supervisor.start(PREDICTOR, argv, pass_fds=[fd], extra_env=gpus.others)
                 asking = ["--predictor", f"http://{predictor.host}:{port_of(predictor_socket)}"]
                 predictor_socket.close()
             for index in range(config.rollout.worker.count):
@@ -218,10 +221,11 @@ class Launcher:
                     hub_url,
                 ]
                 argv += ["--environment", env_url, "--version", str(version), "--model", model, *asking]
-                await supervisor.start(f"worker-w{index}", argv)
+                await supervisor.start(f"worker-w{index}", argv, extra_env=gpus.workers[index])
             torchrun = [*python, "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.actor.ranks)]
             argv = [*torchrun, "-m", "megatron_venus.train", "--run-dir", str(here), "--coordinator", hub_url]
-            actor = await supervisor.start("actor", [*argv, "--resume-step", str(self.resume_step)])
+            argv += ["--resume-step", str(self.resume_step)]
+            actor = await supervisor.start("actor", argv, extra_env=gpus.actor)
             async with Client(hub_url, supervisor.token, timeout_s=10.0) as hub:
                 watch = asyncio.create_task(self._watch(hub))
                 exit_wait = asyncio.create_task(self._wait_exit(supervisor))

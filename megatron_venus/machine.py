@@ -26,6 +26,13 @@ def gpu_memories() -> list[int]:
     return memories if visible is None else memories[: len(visible.split(","))]
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(gpu_memories())
+    return [name.strip() for name in named.split(",")][:count] if named is not None else [str(n) for n in range(count)]
+
+
 def host_memory() -> int:
     """Bytes of memory of this machine."""
     for line in Path("/proc/meminfo").read_text().splitlines():

@@ -27,7 +27,8 @@ from megatron_venus import algorithms, layout_rules, machine
 from megatron_venus.architecture import Architecture
 from megatron_venus.config import VenusConfig
 from megatron_venus.model_files import check_model_files
-from megatron_venus.plan import GB, MemoryPlan, Target, check_engine, check_fits, engine_gpus, memory_plan
+from megatron_venus.plan import GB, MemoryPlan, Target, check_engine, check_fits, memory_plan
+from megatron_venus.plan.devices import needed_gpus
 from rollout.predictor.settings import check_settings
 from rollout.rope import check_context, rope_of
 from rollout.types import POLICY_NAMES, POLICY_ORDERS, POLICY_RANGES
@@ -203,20 +204,19 @@ def _architecture(config: VenusConfig) -> Architecture:
 
 
 def check_gpus(config: VenusConfig) -> None:
-    """A config that names its GPUs' memory needs as many GPUs, as large, on this machine."""
-    stated = config.actor.gpu_memory_gb
-    if not stated:
+    """A run on GPUs has one for every rank and engine process, and they are as large as the config says."""
+    stated, gpus, needed = config.actor.gpu_memory_gb, machine.gpu_memories(), needed_gpus(config)
+    if not stated and not gpus:
         return
-    gpus, worker = machine.gpu_memories(), config.rollout.worker
-    engines = worker.count * engine_gpus(worker)
-    needed = config.actor.ranks + engines
     if len(gpus) < needed:
         raise PreflightError(
             f"this machine has {len(gpus)} GPUs, the config needs {needed} (actor.ranks={config.actor.ranks}, engines "
-            f"{engines})",
-            "start it where they are; on a CPU machine: bash examples/quickstart.sh",
+            f"{needed - config.actor.ranks})",
+            "start it where they are; on a CPU machine: bash examples/quickstart.sh"
+            if stated
+            else "CUDA_VISIBLE_DEVICES= (empty) runs it on the CPU",
         )
-    if min(gpus) < stated * GB:
+    if stated and min(gpus) < stated * GB:
         raise PreflightError(
             f"actor.gpu_memory_gb={stated:g}, but a GPU here has {min(gpus) / GB:.1f} GB", "state what there is"
         )

@@ -20,13 +20,14 @@ import torch
 
 from envclient.base.errors import ConfigError, PreflightError
 from envclient.base.wire import TOKEN_VARIABLE
-from megatron_venus import layout_rules, preflight
+from megatron_venus import layout_rules, machine, preflight
 from megatron_venus.adapters import shards
 from megatron_venus.architecture import Architecture, architecture_in
 from megatron_venus.config import ParallelConfig, VenusConfig
 from megatron_venus.launch import dry_run, main, resolve
 from megatron_venus.plan import GB, Target, check_fits, memory_plan
 from megatron_venus.plan.activations import in_flight
+from megatron_venus.plan.devices import device_shares, needed_gpus
 from megatron_venus.plan.engine import engine_memory
 from megatron_venus.plan.parameters import rank_parameters, whole_parameters
 from megatron_venus.weight_map import hf_shapes, megatron_shapes
@@ -329,6 +330,34 @@ def test_the_script_names_the_quickstart_where_there_are_no_gpus(tmp_path: Path)
     done = run_script()
     assert done.returncode == 2 and "this machine has 8 GPUs, Qwen3-32B needs 32" in done.stderr
     assert set(ROOT.iterdir()) == before, "nothing was installed"
+
+
+# ------------------------------------------------------------------------------------------------------ GPU shares
+
+
+def test_every_role_has_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path, 32, 81559))
+    shares = device_shares(swe(), machine.visible_gpus())
+    parts = [share["CUDA_VISIBLE_DEVICES"].split(",") for share in (shares.actor, *shares.workers)]
+    assert [len(part) for part in parts] == [16, 4, 4, 4, 4] and shares.others == {"CUDA_VISIBLE_DEVICES": ""}
+    assert [int(name) for part in parts for name in part] == list(range(needed_gpus(swe())))
+
+
+def test_shares_keep_to_the_gpus_that_the_caller_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path, 8, 81559))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    config = resolve(QUICKSTART, [])
+    preflight.check_gpus(config)
+    shares = device_shares(config, machine.visible_gpus())
+    assert (shares.actor, shares.workers) == ({"CUDA_VISIBLE_DEVICES": "3"}, [{"CUDA_VISIBLE_DEVICES": "5"}])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(PreflightError, match=r"has 1 GPUs, the config needs 2 .*CUDA_VISIBLE_DEVICES= "):
+        preflight.check_gpus(config)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    preflight.check_gpus(config)
+    shares = device_shares(config, machine.visible_gpus())
+    assert (shares.actor, shares.workers, shares.others) == ({}, [{}], {})
 
 
 # -------------------------------------------------------------------------------------------- environment elsewhere

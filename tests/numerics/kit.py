@@ -28,7 +28,9 @@ from rollout.types import BatchCounts, Record, TrainGroup, TrainSequence, Versio
 VOCABULARY = 96
 
 
-def make_model(folder: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, experts: int = 0) -> Path:
+def make_model(
+    folder: Path, *, tied: bool = True, seed: int = 0, layers: int = 2, experts: int = 0, expert_size: int = 24
+) -> Path:
     """A random Qwen3 (with experts: Qwen3-MoE, two a token) with norms away from 1 (a mix-up shows) and logits that are
     not flat."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -50,7 +52,12 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0, layers: int = 
         "use_sliding_window": False,
     }
     if experts:
-        moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        moe = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": expert_size,
+            "norm_topk_prob": True,
+        }
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **moe))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**shape))

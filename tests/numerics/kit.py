@@ -39,6 +39,7 @@ def make_model(
     experts: int = 0,
     hidden: int = 32,
     positions: int = 256,
+    expert_size: int = 24,
 ) -> Path:
     """A random Qwen3 (with experts: Qwen3-MoE, two a token) with norms away from 1 (a mix-up shows) and logits that are
     not flat."""
@@ -61,7 +62,12 @@ def make_model(
         "use_sliding_window": False,
     }
     if experts:
-        moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        moe = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": expert_size,
+            "norm_topk_prob": True,
+        }
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **moe))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**shape))

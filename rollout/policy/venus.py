@@ -129,7 +129,8 @@ class VenusPolicy(GroupedPolicy):
         group = job.group
         key = self._keyed.get(group.order) or self._group_key(group)
         outside: Key = (*key, -bucket(job.expected_tokens, 1.3))
-        inside: Key = (key[0], key[1], -math.inf, key[2])
+        # Of a class the shortest context leaves first: it is the cheapest to make again.
+        inside: Key = (key[0], key[1], -math.inf, -bucket(job.context_tokens, 1.3))
         prompt = group.prompt_tokens or self.prompt_tokens
         held = max(0.0, job.context_tokens - prompt) + self.turn_tokens
         growth = max(0.0, job.expected_context - job.context_tokens - self.turn_tokens)

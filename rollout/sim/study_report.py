@@ -38,9 +38,12 @@ SHORT_OF_KV = 1.5
 
 def document(results: Results, *, full: bool, wanted: int, machine: str) -> str:
     """STUDY.md. `wanted`: number of runs that the whole study has."""
+    targets = _targets(results, full)
+    if len(results.rows) < wanted:
+        targets = targets.replace("## Targets\n", "## Targets, as far as it ran\n")
     sections = [
         _head(results, full, wanted, machine),
-        _targets(results, full),
+        targets,
         _grid(results, full),
         _behaviour(results, full),
         _table_1(results, full),
@@ -53,7 +56,10 @@ def document(results: Results, *, full: bool, wanted: int, machine: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
     lines = [header, ["---"] * len(header), *rows]
+    if len(lines) == 2 or len(header) == 1:
+        return "Not run yet.\n"
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

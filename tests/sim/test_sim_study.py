@@ -121,6 +121,7 @@ def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     cell = Cell(batch=64, async_factor=2.0, l2="default")
     rows = [_row(OURS, 9e6, cell=cell), _row("paper", 10e6, cell=cell), _row("program_aware", 6e6, cell=cell)]
     text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
+    assert "## Targets, as far as it ran" in text and "Not run yet." in text
     assert "| never below 0.95× | 0.90× of `paper` at 32b B=64 af=2 L2=default ρ=0.6 | **no** |" in text
     assert "| ≥ 1.1× of ThunderAgent's rule at batch 64, L2 default | 1.50–1.50× in 1 cells | yes |" in text
     assert "| 32b B=64 af=2 L2=default ρ=0.6 | `paper` | 0.900 |" in text

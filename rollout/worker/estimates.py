@@ -90,10 +90,9 @@ class Estimates:
             self._tools_s.append(self._clock() - state.asked_at)
 
     def take(self, trajectory_id: str) -> dict[str, float]:
-        """The trajectory ended: its counts, named as in the metrics."""
-        state = self._open.pop(trajectory_id, None)
-        if state is None:
-            return {}
+        """The trajectory ended: its counts, named as in the metrics; all 0 when nothing was asked, so that means over
+        trajectories count every one."""
+        state = self._open.pop(trajectory_id, None) or _Open()
         self._overtake(state)
         self._total += state.counts
         return {f"estimates_{name}": float(state.counts[name]) for name in ("asked", "used", "in_time", "lost")}

@@ -91,7 +91,9 @@ L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ: correla
 
 
 def _targets(results: Results, full: bool) -> str:
-    cells = [cell for cell in grid(full) if results.rivals(cell, LIVE)]
+    cells = [
+        cell for cell in grid(full) if all(results.has(cell, name) for name in LIVE) and results.rivals(cell, LIVE)
+    ]
     worst = [(cell, *results.rivals(cell, LIVE)[0]) for cell in cells]
     rows = []
     if worst:

@@ -119,7 +119,10 @@ def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> Non
 
 def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     cell = Cell(batch=64, async_factor=2.0, l2="default")
-    rows = [_row(OURS, 9e6, cell=cell), _row("paper", 10e6, cell=cell), _row("program_aware", 6e6, cell=cell)]
+    rivals = {name: 6e6 for name in LIVE} | {"paper": 10e6}
+    rows = [_row(name, rate, cell=cell) for name, rate in {OURS: 9e6, **rivals}.items()]
+    rows.append(_row(OURS, 1e6, cell=Cell(batch=16, l2="none")))  # a cell that is not complete is not judged
+    rows.append(_row("action", 2e6, cell=Cell(batch=16, l2="none")))
     text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
     assert "## Targets, as far as it ran" in text and "Not run yet." in text
     assert "| never below 0.95× | 0.90× of `paper` at 32b B=64 af=2 L2=default ρ=0.6 | **no** |" in text

@@ -7,6 +7,7 @@ from typing import Any
 from rollout.sim.plan.answer import Answer, answer
 from rollout.sim.plan.config import PlanConfig, plan_config
 from rollout.sim.plan.measure import Simulations
+from tests.sim import kit
 
 SMALL: dict[str, Any] = {
     "seeds": [0],
@@ -29,16 +30,7 @@ SMALL: dict[str, Any] = {
         "policy": {"name": "action"},
         "group": {"batch": 4, "size": 4},
         "engine": {"kv_tokens": 60000, "chunk_tokens": 4096},
-        "workload": {
-            "turns_mu": 2.3,
-            "first_context": 2000,
-            "context_limit": 20000,
-            "output_mu": 4.0,
-            "appended_mu": 4.5,
-            "max_turns": 60,
-        },
-        "environment": {"score_s": 1.0},
-        "trainer": {"optimizer_s": 1.0, "sync_s": 1.0},
+        **{key: kit.SMALL[key] for key in ("workload", "environment", "trainer")},
     },
 }
 

@@ -1,4 +1,4 @@
-"""What is sent into the engines with one request: consecutive tensors, of one type."""
+"""What is sent into the engines with one request: consecutive tensors of one type, in messages."""
 
 from __future__ import annotations
 
@@ -13,48 +13,45 @@ from rollout.engine_layout import messages_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
-    """Tensors `start` and following of a source, together of `nbytes`."""
+class Message:
+    """Tensors `start` and following of a source, broadcast as one block of `nbytes`."""
 
     start: int
     infos: list[TensorInfo]
     nbytes: int
 
-    def gathered_bytes(self, source: WeightSource) -> int:
-        """Bytes of the buffer that `fill` needs."""
-        return sum(self.infos[index].nbytes for index, whole in enumerate(self._whole(source)) if whole is None)
+    def whole(self, source: WeightSource) -> Tensor | None:
+        """Its tensor, where it is one that needs no gathering."""
+        return source.whole(self.start) if len(self.infos) == 1 else None
 
-    def fill(self, flat: Tensor, source: WeightSource) -> list[Tensor]:
-        """The tensors: large ones where they lie whole, the others gathered into the bytes of `flat`."""
-        tensors = self._whole(source)
-        missing = [index for index, tensor in enumerate(tensors) if tensor is None]
-        begin = 0
-        for index in missing:
-            info = self.infos[index]
-            tensors[index] = flat[begin : begin + info.nbytes].view(info.dtype).view(info.shape)
-            begin += info.nbytes
-        filled = [tensor for tensor in tensors if tensor is not None]
-        source.read([self.start + index for index in missing], [filled[index] for index in missing])
-        return filled
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors, one after another in the first bytes of `flat`."""
+        parts = flat[: self.nbytes].view(self.infos[0].dtype).split([torch.Size(i.shape).numel() for i in self.infos])
+        return [part.view(info.shape) for part, info in zip(parts, self.infos, strict=True)]
 
-    def messages(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What is broadcast one after another, as bytes; `tensors` are those that `fill` made."""
-        # Tensors that go together lie together.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Messages that one request announces."""
+
+    messages: list[Message]
+
+    @property
+    def infos(self) -> list[TensorInfo]:
+        return [info for message in self.messages for info in message.infos]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(message.nbytes for message in self.messages)
+
+    def gathered(self, source: WeightSource) -> list[int]:
+        """Numbers of the tensors that `source` must gather, in order."""
         return [
-            torch.as_strided(tensors[start], (sum(t.numel() for t in tensors[start:stop]),), (1,)).view(torch.uint8)
-            for start, stop in self._messages()
+            message.start + index
+            for message in self.messages
+            if message.whole(source) is None
+            for index in range(len(message.infos))
         ]
-
-    def _whole(self, source: WeightSource) -> list[Tensor | None]:
-        """The tensors that need no gathering; those of a message of several are not among them."""
-        tensors: list[Tensor | None] = [None] * len(self.infos)
-        for start, stop in self._messages():
-            if stop == start + 1:
-                tensors[start] = source.whole(self.start + start)
-        return tensors
-
-    def _messages(self) -> list[tuple[int, int]]:
-        return messages_of([info.nbytes for info in self.infos])
 
 
 def buckets_of(infos: Sequence[TensorInfo], bucket_bytes: int) -> Iterator[Bucket]:
@@ -62,8 +59,18 @@ def buckets_of(infos: Sequence[TensorInfo], bucket_bytes: int) -> Iterator[Bucke
     start, filled = 0, 0
     for index, info in enumerate(infos):
         if index > start and (filled + info.nbytes > bucket_bytes or infos[start].dtype != info.dtype):
-            yield Bucket(start=start, infos=list(infos[start:index]), nbytes=filled)
+            yield _bucket(infos, start, index)
             start, filled = index, 0
         filled += info.nbytes
     if filled:
-        yield Bucket(start=start, infos=list(infos[start:]), nbytes=filled)
+        yield _bucket(infos, start, len(infos))
+
+
+def _bucket(infos: Sequence[TensorInfo], start: int, stop: int) -> Bucket:
+    sizes = [info.nbytes for info in infos[start:stop]]
+    return Bucket(
+        messages=[
+            Message(start=start + first, infos=list(infos[start + first : start + last]), nbytes=sum(sizes[first:last]))
+            for first, last in messages_of(sizes)
+        ]
+    )

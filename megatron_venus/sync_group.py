@@ -12,8 +12,7 @@ import itertools
 import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,15 +26,6 @@ from envclient.base.ports import listen, port_of
 from megatron_venus.sync_engine import MARGIN_S, EnginesFailed, SyncEngine, answers, start
 
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sending:
-    """Messages on their way."""
-
-    sent: Future[None]
-    updates: Mapping[SyncEngine, Future[Any]]
-    """Every engine's answer: it has loaded them."""
 
 
 class SyncGroup:
@@ -80,26 +70,31 @@ class SyncGroup:
         except (RuntimeError, TimeoutError) as error:
             raise EnginesFailed(self._all_to_blame(error)) from None
 
-    def begin(self, messages: Sequence[Tensor], updates: Mapping[SyncEngine, Future[Any]]) -> Sending:
-        """Send the bytes of `messages` to every member; `updates` are the requests that make them receive them."""
+    def send(self, message: Tensor) -> Any:
+        """Begin to broadcast to every member, who must be asked to receive it; the work to wait for."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        works = [self._group.broadcast([message], options) for message in messages]
+        # As bytes: gloo does not know every type.
+        return self._group.broadcast([message.reshape(-1).view(torch.uint8)], options)
 
-        def wait_sent() -> None:
-            for work in works:
-                work.wait(self._timeout)
-
-        return Sending(sent=start(wait_sent), updates=updates)
-
-    def wait_sent(self, sending: Sending) -> None:
-        """Until the messages' memory may be used again.
+    def wait_sent(self, works: Sequence[Any], updates: Mapping[SyncEngine, Future[Any]]) -> None:
+        """Until the messages' memory may be used again; `updates` are the requests that make the engines receive them.
 
         Raises:
             EnginesFailed: an engine refused its request or is gone; the group is of no use any more.
         """
-        sent, updates = sending.sent, sending.updates
-        wait([sent, *updates.values()], self._timeout.total_seconds() + MARGIN_S, FIRST_EXCEPTION)
+
+        def wait_all() -> None:
+            for work in works:
+                work.wait(self._timeout)
+
+        sent = start(wait_all)
+        waiting: set[Future[Any]] = {sent, *updates.values()}
+        while sent in waiting:
+            # An engine that refuses makes this side wait in vain.
+            done, waiting = wait(waiting, self._timeout.total_seconds() + MARGIN_S, FIRST_COMPLETED)
+            if not done or any(future.exception() for future in done):
+                break
         if not sent.done() or sent.exception() is not None:
             error = sent.exception() if sent.done() else None
             self._abort()

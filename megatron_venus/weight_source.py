@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,8 +35,11 @@ class WeightSource(Protocol):
     def whole(self, index: int) -> Tensor | None:
         """The weight of `infos[index]` itself, where it lies whole and contiguous in this process's memory."""
 
-    def read(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        """Copy the weights of `infos[i]`, i in `indices`, into `tensors`, which have their shapes and types."""
+    def read(self, indices: Sequence[int], tensors: Iterable[Tensor]) -> None:
+        """Copy the weights of `infos[i]`, i in `indices`, into `tensors`, which have their shapes and types.
+
+        Each is asked for when the one before is filled, and their end when the last one is.
+        """
 
 
 class TensorSource:
@@ -51,6 +54,6 @@ class TensorSource:
         tensor = self._tensors[index].detach()
         return tensor if tensor.is_contiguous() else None
 
-    def read(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def read(self, indices: Sequence[int], tensors: Iterable[Tensor]) -> None:
         for index, target in zip(indices, tensors, strict=True):
             target.copy_(self._tensors[index].detach())

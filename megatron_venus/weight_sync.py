@@ -3,20 +3,20 @@
 Enters: a version and the engines, all paused by the coordinator. Leaves: engines that hold exactly the actor's weights,
 the seconds each phase took, and the workers whose engines are lost. Called by rank 0 after each optimizer step.
 
-Weights go in buckets, one request to each engine a bucket. What lies whole in this process is sent from where it lies;
-the rest is gathered from the actor's processes into a buffer that is filled, sent and filled again, while the engines
-load the bucket before. So a sync holds at most one bucket here and one in an engine, whatever the size of the model.
-SGLang only logs a warning for a name it does not know, so names and shapes are compared with the engine's
-own parameters before the first broadcast, and after an engine's first `verify_first` syncs every tensor's checksum,
-computed inside it, with the actor's. An engine that is dead, stuck or refuses is given up with its name; the others get
-the whole version in a new group.
+Weights go in buckets, one request to each engine a bucket, and a bucket in messages: a large tensor by itself, small
+ones together. What lies whole in this process is sent from where it lies; the rest is gathered from the actor's
+processes into one of two slots while the other one is sent. So a sync holds two messages here and at most one bucket in
+an engine, whatever the size of the model. SGLang only logs a warning for a name it does not know, so names and shapes
+are compared with the engine's own parameters before the first broadcast, and after an engine's first `verify_first`
+syncs every tensor's checksum, computed inside it, with the actor's. An engine that is dead, stuck or refuses is given
+up with its name; the others get the whole version in a new group.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_venus.bucket import Bucket, buckets_of
 from megatron_venus.config import SyncConfig
 from megatron_venus.engine_digests import EngineDigests
 from megatron_venus.sync_engine import EngineGone, EnginesFailed, SyncEngine, answers, start
-from megatron_venus.sync_group import Sending, SyncGroup
+from megatron_venus.sync_group import SyncGroup
 from megatron_venus.sync_result import SyncResult
 from megatron_venus.weight_source import WeightSource
 from rollout.engine_layout import EngineLayout
@@ -119,11 +119,16 @@ class WeightSync:
         """
         asked = {engine: start(engine.checksums) for engine in (self._engines if engines is None else engines)}
         digests = {ranks: EngineDigests(layout) for ranks, layout in self._layouts().items()}
-        flat = self._buffers()[0]
+        flat = self._buffer()
         for bucket in self.buckets:
-            for info, tensor in zip(bucket.infos, bucket.fill(flat, self._source), strict=True):
-                for digest in digests.values():
-                    digest.add(info.name, tensor)
+            for message in bucket.messages:
+                whole = message.whole(self._source)
+                tensors = message.views(flat) if whole is None else [whole]
+                if whole is None:
+                    self._source.read(range(message.start, message.start + len(tensors)), tensors)
+                for info, tensor in zip(message.infos, tensors, strict=True):
+                    for digest in digests.values():
+                        digest.add(info.name, tensor)
         ours = {ranks: digest.finish() for ranks, digest in digests.items()}
         for engine, theirs in answers(asked).items():
             for rank, (mine, its) in enumerate(zip(ours[engine.ranks], theirs, strict=True)):
@@ -181,30 +186,49 @@ class WeightSync:
                     raise InvariantError(f"{engine}: its parameter {name!r} is {theirs[name]}, the actor's {mine}")
 
     def _broadcast(self, version: int, group: SyncGroup) -> None:
-        flats = self._buffers()
-        before: Sending | None = None
+        slots = [self._buffer() for _ in range(2)]
+        loading: dict[SyncEngine, Future[Any]] = {}
         for number, bucket in enumerate(self.buckets, start=1):
-            begun = self._clock()
-            if before and len(flats) == 1:
-                group.wait_sent(before)
-                begun = self._lap("broadcast", begun)
-            messages = bucket.messages(bucket.fill(flats[number % len(flats)], self._source))
-            begun = self._lap("gather", begun)
-            if before:
-                group.wait_sent(before)
-                begun = self._lap("broadcast", begun)
             # The engines may still be loading the bucket before: they take this request up when they are done.
             updates = self._ask(version, bucket, group, last=number == len(self.buckets))
-            if before:
-                answers(before.updates)
-                begun = self._lap("load", begun)
-            before = group.begin(messages, updates)
-        assert before is not None
+            begun, waited = self._clock(), self._seconds["broadcast"]
+            works: list[Any] = []
+            self._source.read(bucket.gathered(self._source), self._sending(bucket, group, slots, works, updates))
+            self._lap("gather", begun)
+            self._seconds["gather"] -= self._seconds["broadcast"] - waited
+            begun = self._clock()
+            group.wait_sent(works, updates)
+            begun = self._lap("broadcast", begun)
+            answers(loading)
+            self._lap("load", begun)
+            loading = updates
         begun = self._clock()
-        group.wait_sent(before)
-        begun = self._lap("broadcast", begun)
-        answers(before.updates)
+        answers(loading)
         self._lap("load", begun)
+
+    def _sending(
+        self,
+        bucket: Bucket,
+        group: SyncGroup,
+        slots: list[Tensor],
+        works: list[Any],
+        updates: dict[SyncEngine, Future[Any]],
+    ) -> Iterator[Tensor]:
+        """Send the bucket's messages in order; yields the tensors to be gathered, in two slots by turns."""
+        in_slots: list[Any] = []
+        for message in bucket.messages:
+            whole = message.whole(self._source)
+            if whole is None:
+                if len(in_slots) >= len(slots):
+                    begun = self._clock()
+                    group.wait_sent([in_slots[-len(slots)]], updates)
+                    self._lap("broadcast", begun)
+                slot = slots[len(in_slots) % len(slots)]
+                yield from message.views(slot)
+                in_slots.append(group.send(slot[: message.nbytes]))
+                works.append(in_slots[-1])
+            else:
+                works.append(group.send(whole))
 
     def _ask(self, version: int, bucket: Bucket, group: SyncGroup, *, last: bool) -> dict[SyncEngine, Future[Any]]:
         """Make every engine receive the bucket."""
@@ -220,11 +244,11 @@ class WeightSync:
         }
         return {engine: start(engine.post, "/update_weights_from_distributed", **fields) for engine in self._engines}
 
-    def _buffers(self) -> list[Tensor]:
-        """One for what is gathered of a bucket; two, so that gathering and sending overlap, where both fit into one."""
-        size = max(bucket.gathered_bytes(self._source) for bucket in self.buckets)
-        count = 2 if 2 * size <= self.bucket_bytes else 1
-        return [torch.empty(size, dtype=torch.uint8, device=self._source.device) for _ in range(count)]
+    def _buffer(self) -> Tensor:
+        """Room for the largest message that must be gathered."""
+        messages = [message for bucket in self.buckets for message in bucket.messages]
+        size = max((message.nbytes for message in messages if message.whole(self._source) is None), default=0)
+        return torch.empty(size, dtype=torch.uint8, device=self._source.device)
 
     def _layouts(self) -> dict[int, EngineLayout]:
         """By the engines' number of ranks."""

@@ -8,7 +8,7 @@ asked for and one small chunk, the others nothing beyond their parts. The other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class WeightExport:
         return part if part.is_contiguous() else None
 
     @torch.no_grad()
-    def read(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def read(self, indices: Sequence[int], tensors: Iterable[Tensor]) -> None:
         """See `WeightSource`; on rank 0 only."""
         self._layout.share(lambda: list(indices))
         for index, tensor in zip(indices, tensors, strict=True):

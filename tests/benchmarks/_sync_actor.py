@@ -33,9 +33,8 @@ def main(model: Path, engine_url: str, scheduler: int, rounds: int) -> None:
     config = SyncConfig(bucket_mb=BUCKET_MB, verify_first=0)
     sync = WeightSync(export, actor.arch, config, token_from_environment())
     engines = [EngineAddress(worker="w0", engine_url=engine_url)]
-    buckets, flat = sync.buckets, torch.empty(sync.bucket_bytes, dtype=torch.uint8)
     sync.send(0, engines)  # joins, and both sides' first use of everything
-    raw = RawPeer([[message.nbytes for message in bucket.messages(bucket.fill(flat, export))] for bucket in buckets])
+    raw = RawPeer([[message.nbytes for message in bucket.messages] for bucket in sync.buckets])
     raw.broadcast()
     found: dict[str, Any] = {"sync_s": [], "raw_s": [], "phases": []}
     extra = {"actor": 0, "engine": 0}

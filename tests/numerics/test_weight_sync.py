@@ -225,4 +225,4 @@ def test_buckets_keep_order_size_and_type() -> None:
     }
     buckets = list(buckets_of(TensorSource(tensors).infos, 64))
     assert [[info.name for info in bucket.infos] for bucket in buckets] == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert [(bucket.start, bucket.nbytes) for bucket in buckets] == [(0, 60), (2, 400), (3, 6), (4, 12)]
+    assert [(bucket.messages[0].start, bucket.nbytes) for bucket in buckets] == [(0, 60), (2, 400), (3, 6), (4, 12)]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_venus.config import OptimizerConfig, ParallelConfig, SyncConfig
-from megatron_venus.hf_folder import write_weights
+from megatron_venus.hf_folder import copy_companions, write_weights
 from megatron_venus.sync_result import SyncResult
 from rollout.protocol import EngineAddress
 from rollout.types import Record
@@ -62,7 +62,8 @@ def process(case: SyncCase, trained: Path) -> list[SyncReport]:
         reports.append(SyncReport(result=result, extra_bytes=extra))
     weights = {name: tensor.clone() for name, tensor in actor.hf_tensors()}
     if leader:
-        write_weights(trained, weights, Path(case.folder))
+        copy_companions(Path(case.folder), trained)
+        write_weights(trained, {name: tensor.contiguous() for name, tensor in weights.items()})
     sync.close()
     return reports
 

@@ -4,7 +4,7 @@ Pure arithmetic over the run's config and the model's `config.json`; no torch, n
 (refusals) and by the dry run (the text a person reads).
 """
 
-from megatron_venus.plan.engine import check_engine, engine_gpus
+from megatron_venus.plan.engine import check_engine
 from megatron_venus.plan.memory import GB, MemoryPlan, Target, memory_plan
 from megatron_venus.plan.places import places
 from megatron_venus.plan.report import plan_text
@@ -16,7 +16,6 @@ __all__ = [
     "Target",
     "check_engine",
     "check_fits",
-    "engine_gpus",
     "memory_plan",
     "places",
     "plan_text",

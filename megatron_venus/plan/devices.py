@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_venus.config import VenusConfig
-from megatron_venus.plan.engine import engine_gpus
+from rollout.engine_args import tensor_parallel
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -45,4 +45,4 @@ def device_shares(config: VenusConfig, visible: Sequence[str]) -> DeviceShares:
 
 def _of_engine(config: VenusConfig) -> int:
     worker = config.rollout.worker
-    return engine_gpus(worker) if worker.engine == "sglang" else 0
+    return tensor_parallel(worker) if worker.engine == "sglang" else 0

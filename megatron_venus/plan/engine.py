@@ -9,10 +9,7 @@ from megatron_venus.architecture import Architecture
 from megatron_venus.config import VenusConfig
 from megatron_venus.plan.memory import BYTES, GB, Target
 from megatron_venus.plan.parameters import whole_parameters
-from rollout.config import WorkerConfig
-
-_TENSOR_NAMES = ("tp-size", "tp", "tensor-parallel-size")
-"""SGLang's spellings of its tensor-parallel size."""
+from rollout.engine_args import tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,16 +20,10 @@ class EngineMemory:
     kv: int
 
 
-def engine_gpus(worker: WorkerConfig) -> int:
-    """GPUs of one engine."""
-    given = {str(name).lstrip("-").replace("_", "-"): value for name, value in worker.engine_args.items()}
-    return next((int(given[name]) for name in _TENSOR_NAMES if name in given), 1)
-
-
 def engine_memory(config: VenusConfig, arch: Architecture) -> EngineMemory:
     """Of one GPU of one engine; key-value heads are copied where there are fewer of them than GPUs."""
     worker, size = config.rollout.worker, BYTES[config.model.dtype]
-    gpus = engine_gpus(worker)
+    gpus = tensor_parallel(worker)
     heads = max(1, arch.kv_heads // gpus)
     token = 2 * arch.layers * heads * arch.head_dim * size
     return EngineMemory(weights=size * whole_parameters(arch) // gpus, kv=token * worker.kv_tokens)
@@ -52,5 +43,5 @@ def check_engine(config: VenusConfig, arch: Architecture, target: Target) -> Non
         raise ConfigError(
             f"rollout.worker.kv_tokens={worker.kv_tokens}: weights {memory.weights / GB:.1f} GB and KV "
             f"{memory.kv / GB:.1f} GB do not fit a GPU of {target.capacity / GB:.1f} GB ({target.source})",
-            f"at most {room} tokens fit, or raise rollout.worker.engine_args.tp-size={engine_gpus(worker)}",
+            f"at most {room} tokens fit, or raise rollout.worker.engine_args.tp-size={tensor_parallel(worker)}",
         )

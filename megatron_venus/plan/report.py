@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from megatron_venus.architecture import Architecture
 from megatron_venus.config import VenusConfig
-from megatron_venus.plan.engine import engine_gpus, engine_memory
+from megatron_venus.plan.engine import engine_memory
 from megatron_venus.plan.memory import GB, MemoryPlan, StageMemory
 from megatron_venus.plan.places import places
+from rollout.engine_args import tensor_parallel
 
 _LASTING = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "reference": "reference"}
 _COMING = {
@@ -22,7 +23,7 @@ _COMING = {
 def plan_text(config: VenusConfig, arch: Architecture, plan: MemoryPlan) -> list[str]:
     """Every process with its place, then the memory sum."""
     worker, env = config.rollout.worker, config.env
-    gpus = engine_gpus(worker)
+    gpus = tensor_parallel(worker)
     engine = f"each with one engine of {worker.slots} slots"
     if plan.target.kind == "GPU":
         sizes = engine_memory(config, arch)

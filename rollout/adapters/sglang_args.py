@@ -14,6 +14,7 @@ from typing import Any
 
 from envclient.base.errors import ConfigError
 from rollout.config import ModelConfig, WorkerConfig
+from rollout.engine_args import given_arguments
 from rollout.rope import check_context, read_rope
 
 CPU_SITE = Path(__file__).parent / "sglang_cpu"
@@ -28,7 +29,6 @@ _UNREPRODUCIBLE = {
     "quantization": "quantised weights are not the trainer's",
     "enable-lora": "the trainer does not know the adapter",
 }
-_TENSOR_PARALLEL = ("tp-size", "tensor-parallel-size", "tp")
 _OTHER_PARALLEL = (
     "pp-size",
     "pipeline-parallel-size",
@@ -85,7 +85,7 @@ def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfi
         }
     if rope.factor != 1.0:
         fixed["json-model-override-args"] = json.dumps(rope.engine_override())
-    given = _given(worker)
+    given = given_arguments(worker)
     for name in given:
         if name in fixed or name in ("port", "api-key", "admin-api-key", "config"):
             raise ConfigError(
@@ -103,24 +103,6 @@ def server_arguments(*, model_path: str, model: ModelConfig, worker: WorkerConfi
     for name, value in (defaults | given | fixed).items():
         argv += _argument(name, value)
     return argv
-
-
-def tensor_parallel(worker: WorkerConfig) -> int:
-    """Processes (on GPUs: devices) that one engine of `worker` consists of.
-
-    Raises:
-        ConfigError: not a positive number.
-    """
-    for name, value in _given(worker).items():
-        if name in _TENSOR_PARALLEL:
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"rollout.worker.engine_args.{name} is {value!r}", "give a number of processes")
-            return value
-    return 1
-
-
-def _given(worker: WorkerConfig) -> dict[str, Any]:
-    return {str(name).lstrip("-").replace("_", "-"): value for name, value in worker.engine_args.items()}
 
 
 def _argument(name: str, value: Any) -> list[str]:

@@ -19,8 +19,9 @@ import orjson
 from envclient.base.errors import ConfigError, InvariantError, VenusError, WireError
 from envclient.base.ports import free_port
 from envclient.base.processes import Child, last_lines, start_child
-from rollout.adapters.sglang_args import server_arguments, server_environment, tensor_parallel
+from rollout.adapters.sglang_args import server_arguments, server_environment
 from rollout.config import ModelConfig, WorkerConfig
+from rollout.engine_args import tensor_parallel
 from rollout.protocol import GenerateRequest, Generation
 from rollout.types import Capabilities
 

@@ -16,9 +16,10 @@ from envclient.base.errors import ConfigError, VenusError, WireError
 from envclient.base.ports import listen, port_of
 from envclient.base.processes import processes_of_run
 from rollout.adapters import sglang_engine
-from rollout.adapters.sglang_args import server_arguments, server_environment, tensor_parallel
+from rollout.adapters.sglang_args import server_arguments, server_environment
 from rollout.adapters.sglang_engine import SglangEngine
 from rollout.config import ModelConfig, WorkerConfig
+from rollout.engine_args import tensor_parallel
 from tests.conftest import MODEL, TOKEN
 
 pytestmark = pytest.mark.sglang

@@ -7,7 +7,6 @@ and gradients by tens of per cent.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from megatron_venus import packing
 from megatron_venus.config import ParallelConfig
 from rollout.config import YarnConfig
-from rollout.rope import read_rope
 from tests.numerics import kit
 
 LOGPROB_BOUND = 0.05
@@ -74,12 +72,7 @@ def test_recompute_changes_nothing(model: Path) -> None:
 def test_yarn_keeps_its_attention_factor(model: Path, tmp_path: Path) -> None:
     """Transformer Engine's fused rotary kernel for packed sequences would drop it."""
     yarn = YarnConfig(factor=4.0, original_length=64, attention_factor=1.25)
-    folder = tmp_path / "yarn"
-    folder.mkdir()
-    for path in model.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | read_rope(model, yarn).config_fields(config)))
+    folder = kit.stretched(model, tmp_path / "yarn", yarn)
     sequences = [group.sequences[1] for group in kit.make_groups(6, seed=5)]
     [batch] = packing.pack(sequences, 4096)
     [(ours, _)] = kit.make_actor(folder, dtype="bfloat16").log_probs([batch], 1.0)

@@ -6,6 +6,7 @@ Run as a module under torchrun it is one process of a streamed batch: `python -m
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -79,6 +80,16 @@ def make_model(
                 param.mul_(5)
     model.save_pretrained(folder)
     return folder
+
+
+def stretched(folder: Path, out: Path, yarn: YarnConfig) -> Path:
+    """The model with the scaling written into its config.json."""
+    out.mkdir()
+    for path in folder.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | read_rope(folder, yarn).config_fields(config)))
+    return out
 
 
 def make_groups(count: int, *, size: int = 4, step: int = 1, seed: int = 0) -> list[TrainGroup]:

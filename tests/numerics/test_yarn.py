@@ -53,19 +53,9 @@ def actor_log_probs(folder: Path, sequences: list[TrainSequence], yarn: YarnConf
     return torch.cat([log_pi for log_pi, _ in actor.log_probs(packing.pack(sequences, 4096), 1.0)])
 
 
-def stretched(folder: Path, out: Path) -> Path:
-    """The folder with the scaling written into its config.json."""
-    out.mkdir()
-    for path in folder.iterdir():
-        (out / path.name).write_bytes(path.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | read_rope(folder, YARN).config_fields(config)))
-    return out
-
-
 def test_equal_transformers_beyond_the_original_length(short_model: Path, tmp_path: Path) -> None:
     long = sequence(4 * ORIGINAL)
-    model = kit.reference_model(stretched(short_model, tmp_path / "yarn"))
+    model = kit.reference_model(kit.stretched(short_model, tmp_path / "yarn", YARN))
     with torch.no_grad():
         reference = kit.reference_log_probs(model, long)
     ours = actor_log_probs(short_model, [long], YARN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from ckpt_tools.hf_checkpoint import Block
 from ckpt_tools.raw import as_bytes
 from ckpt_tools.source import Weights
 from ckpt_tools.workers import Workers
+from envclient.base.checksum import Checksum
 
 THREADS = 2
 
@@ -29,21 +29,15 @@ def each_block(weights: Weights, use: Callable[[Block], None]) -> None:
 
 
 class Checksums:
-    """blake2b of every tensor's raw bytes, fed in ascending blocks: equal to `weight_map.checksum` of the whole."""
+    """Checksum of every tensor's raw bytes, fed in ascending blocks: equal to `weight_map.checksum` of the whole."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, Any] = {}
 
     def add(self, block: Block) -> None:
         if block.start == 0:
-            self._hashes[block.tensor] = hashlib.blake2b(digest_size=32)
+            self._hashes[block.tensor] = Checksum()
         self._hashes[block.tensor].update(as_bytes(block.rows))
 
     def result(self) -> dict[str, str]:
         return {name: value.hexdigest() for name, value in sorted(self._hashes.items())}
-
-
-def digest(checksums: dict[str, str]) -> str:
-    """One short value for all: equal digests, equal weights under equal names."""
-    lines = "".join(f"{name}:{value}\n" for name, value in sorted(checksums.items()))
-    return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()

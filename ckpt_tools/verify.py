@@ -15,8 +15,9 @@ import torch
 from ckpt_tools import command
 from ckpt_tools.hf_checkpoint import Block
 from ckpt_tools.output import gigabytes
-from ckpt_tools.rows import Checksums, digest, each_block
+from ckpt_tools.rows import Checksums, each_block
 from ckpt_tools.source import Source, Weights, find
+from envclient.base.checksum import combined
 
 
 def main() -> int:
@@ -49,7 +50,8 @@ def main() -> int:
     if faults:
         print(f"{options.path}: {len(faults)} faults")
         return 1
-    print(f"{options.path}: ok, {len(checksums)} tensors, {gigabytes(weights.nbytes)}, digest {digest(checksums)}")
+    whole = combined(checksums.items())
+    print(f"{options.path}: ok, {len(checksums)} tensors, {gigabytes(weights.nbytes)}, digest {whole}")
     return 0
 
 

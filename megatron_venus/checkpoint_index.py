@@ -16,6 +16,8 @@ from envclient.base.errors import ConfigError
 from envclient.base.files import write_atomic
 
 MANIFEST = "manifest.json"
+SCHEMA = 2
+"""2: checksums are XXH3."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,10 +26,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step: int
     """Optimizer steps made; also the weight version. The ledger undoes whatever was consumed after it."""
     weights: dict[str, str]
-    """Hugging Face tensor name → blake2b hex of its raw bytes."""
+    """Hugging Face tensor name → checksum of its raw bytes."""
     files: dict[str, int]
     """Path relative to the checkpoint's folder → size in bytes; all of them must be there."""
-    schema: int = 1
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"schema {self.schema} of another release, this one reads {SCHEMA}")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

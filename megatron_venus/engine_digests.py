@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from torch import Tensor
 
+from envclient.base.checksum import Checksum
 from envclient.base.errors import InvariantError
 from megatron_venus.weight_map import raw_bytes
 from rollout.engine_layout import EngineLayout
@@ -32,14 +32,14 @@ class EngineDigests:
         if place.index != self._added.get(place.param, 0):
             raise InvariantError(f"tensor {name!r} comes out of the order of the engine's {place.param!r}")
         self._added[place.param] = place.index + 1
-        hashes = self._hashes.setdefault(place.param, [hashlib.blake2b(digest_size=32) for _ in range(layout.ranks)])
+        hashes = self._hashes.setdefault(place.param, [Checksum() for _ in range(layout.ranks)])
         for rank, digest in enumerate(hashes):
             digest.update(raw_bytes(tensor[layout.part(name, shape, rank)]))
             if rows := layout.filling(name, shape, rank):
                 digest.update(bytes(rows * tensor[0].numel() * tensor.element_size()))
 
     def finish(self) -> list[dict[str, str]]:
-        """Engine parameter → blake2b (32 bytes, hex), one mapping a rank.
+        """Engine parameter → checksum, one mapping a rank.
 
         Raises:
             InvariantError: a parameter lacks a part.

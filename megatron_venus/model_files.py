@@ -5,7 +5,6 @@ No torch here and no large read: headers, sizes, and the checksums of small tens
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -13,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from envclient.base.checksum import checksum
 from envclient.base.errors import ConfigError, PreflightError
 from megatron_venus.checkpoint_index import Checkpoint, open_checkpoint
 from megatron_venus.config import VenusConfig
@@ -76,7 +76,7 @@ def check_made_of(checkpoint: Checkpoint, folder: Path, tensors: Mapping[str, St
 def _checksum(tensor: StoredTensor) -> str:
     with open(tensor.path, "rb") as file:
         file.seek(tensor.offset)
-        return hashlib.blake2b(file.read(tensor.nbytes), digest_size=32).hexdigest()
+        return checksum(file.read(tensor.nbytes))
 
 
 def check_room(config: VenusConfig, run_dir: Path, parameters: int) -> None:

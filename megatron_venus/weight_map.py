@@ -16,7 +16,6 @@ of Hugging Face tensors: `row_runs` says which, and all else follows from it.
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from envclient.base.checksum import checksum as raw_checksum
 from envclient.base.errors import ConfigError, InvariantError
 from megatron_venus.architecture import Architecture
 
@@ -205,5 +205,5 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def checksum(tensor: Tensor) -> str:
-    """blake2b (32 bytes) of the tensor's contiguous raw bytes, in hex; equal in actor, engine and manifest."""
-    return hashlib.blake2b(raw_bytes(tensor), digest_size=32).hexdigest()
+    """Checksum of the tensor's contiguous raw bytes; equal in actor, engine and manifest."""
+    return raw_checksum(raw_bytes(tensor))

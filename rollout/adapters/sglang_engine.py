@@ -173,7 +173,7 @@ class SglangEngine:
         await self._post("/flush_cache", {}, params={"timeout": "5"})
 
     async def checksums(self) -> list[dict[str, str]]:
-        """blake2b of every parameter as the engine holds it, one mapping per tensor-parallel rank."""
+        """Checksum of every parameter as the engine holds it, one mapping per tensor-parallel rank."""
         body = {"action": "venus_checksum"}
         reply = await self._post("/weights_checker", body, timeout_s=self._request_timeout_s)
         return [rank["checksums"] for rank in reply["ranks"]]

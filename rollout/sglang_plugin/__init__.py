@@ -6,7 +6,7 @@ venus` names an unknown backend and the server does not start.
 
 **Checksums for weight sync.** `POST {engine}/weights_checker` with `{"action": "venus_checksum"}` (bearer token)
 answers `{"success": true, "ranks": [{"checksums": {name: hex}, ...}, ...]}`, one entry per tensor-parallel rank: the
-blake2b (32 bytes) of every parameter's contiguous raw bytes, computed from the tensor the engine samples with. Names
+checksum (XXH3, 128 bits) of every parameter's contiguous raw bytes, of the tensor the engine samples with. Names
 and layouts are the engine's: `...qkv_proj.weight` is cat(q, k, v) on dim 0, `...gate_up_proj.weight` is cat(gate, up)
 on dim 0, both per rank; a tied `lm_head` does not appear beside `model.embed_tokens.weight`. The action `venus_layout`
 answers the same with type and shape in place of the checksum, at once.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from envclient.base.checksum import checksum, combined
 from rollout.sglang_plugin.receive import group_timeout, nowhere, place_in, receive_bucket
 from rollout.sglang_plugin.targets import WEIGHT_UPDATER
 
@@ -37,20 +37,19 @@ def weight_checker(original: Callable[..., Any], self: Any, action: str, *args: 
     if describe is None:
         return original(self, action, *args, **kwargs)
     checksums = {name: describe(value) for name, value in self._get_model().named_parameters()}
-    whole = hashlib.blake2b("".join(f"{n}{c}" for n, c in sorted(checksums.items())).encode(), digest_size=32)
     return {
         "checksums": checksums,
-        "per_gpu_checksum": whole.hexdigest(),
+        "per_gpu_checksum": combined(checksums.items()),
         "parallelism_info": self._parallelism_info().model_dump(),
     }
 
 
 def tensor_digest(tensor: Any) -> str:
-    """blake2b (32 bytes, hex) of a tensor's contiguous raw bytes."""
+    """Checksum of a tensor's contiguous raw bytes."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=32).hexdigest()
+    return checksum(flat.numpy().data)
 
 
 def tensor_layout(tensor: Any) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from typing import Any
 
 import aiohttp
 import pytest
 
+from envclient.base.checksum import checksum as raw_checksum
 from envclient.base.errors import WireError
 from envclient.base.processes import last_lines
 from rollout.adapters.sglang_engine import SglangEngine
@@ -134,7 +134,7 @@ def test_checksums_inside_the_engine_are_those_of_the_loaded_file(sglang_host: E
     def digest(names: list[str]) -> str:
         used.update(names)
         whole = torch.cat([weights[name] for name in names]).contiguous()
-        return hashlib.blake2b(whole.numpy().tobytes(), digest_size=32).hexdigest()
+        return raw_checksum(whole.numpy().tobytes())
 
     parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
     for name, checksum in ranks[0].items():

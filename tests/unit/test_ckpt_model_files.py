@@ -59,6 +59,10 @@ def cut_short(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 10)
 
 
+def older(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 1}))
+
+
 FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("no weights", lambda f: [path.unlink() for path in f.glob("model*")], "has neither"),
     ("missing shard", lambda f: first_shard(f).unlink(), "names shard 'model-00001-of-00003.*', which is not there"),
@@ -95,6 +99,7 @@ def test_the_launcher_asks(model: Path) -> None:
 MEGATRON_FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("no folder", shutil.rmtree, r"megatron' is not a complete checkpoint: it has no manifest\.json"),
     ("broken manifest", lambda f: cut_short(f / "manifest.json"), "its manifest.json cannot be read"),
+    ("other release", lambda f: older(f / "manifest.json"), "schema 1 of another release, this one reads 2"),
     ("missing file", lambda f: (f / "megatron/__0_0.distcp").unlink(), "megatron/__0_0.distcp is missing"),
     ("truncated file", lambda f: cut_short(f / "megatron/__0_0.distcp"), r"__0_0\.distcp has \d+ of \d+ bytes"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -30,7 +31,8 @@ class Workers:
         """Results of the jobs, in their order; the first exception of any of them."""
         pool = ThreadPoolExecutor(self._threads, "ckpt")
         try:
-            futures = [pool.submit(job) for job in jobs]
+            # In the caller's context: torch's options, such as `torch.save` without CRC, are a thread's own otherwise.
+            futures = [pool.submit(contextvars.copy_context().run, job) for job in jobs]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools import dist_writer, from_hf, reshard, to_hf
 from ckpt_tools.dist_reader import DistCheckpoint
@@ -115,3 +119,19 @@ def test_type_in_config_follows_the_weights(tmp_path: Path) -> None:
     from_hf.convert(source, tmp_path / "ckpt", layout=Layout(), any_dtype=True, quiet=True)
     to_hf.convert(tmp_path / "ckpt", tmp_path / "back", quiet=True)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_nobody_computes_crcs(tmp_path: Path) -> None:
+    """torch's option is a thread's own, and the blobs are written by threads of a pool."""
+    source = ckpt_kit.make(tmp_path / "source", "llama", tied=False)
+    from_hf.convert(source, tmp_path / "ckpt", layout=Layout(), quiet=True)
+    written = FileSystemReader(tmp_path / "ckpt/megatron").read_metadata().storage_data.values()
+    assert len(written) > 10
+    for place in written:
+        whole = (tmp_path / "ckpt/megatron" / place.relative_path).read_bytes()
+        with zipfile.ZipFile(io.BytesIO(whole[place.offset : place.offset + place.length])) as blob:
+            (data,) = [entry for entry in blob.infolist() if entry.filename.endswith("/data/0")]
+        start = data.header_offset + place.offset
+        name, extra = (int.from_bytes(whole[start + at : start + at + 2], "little") for at in (26, 28))
+        begin = start + 30 + name + extra
+        assert data.CRC != zlib.crc32(whole[begin : begin + data.file_size])

@@ -1,8 +1,9 @@
 """Conversion of checkpoints on disk against `cp` of the same bytes: speed and memory of from_hf and to_hf.
 
-A synthetic Qwen3 checkpoint in shards is copied, converted, converted back, and copied again. Both sides end when the
-bytes are durable (`cp`, then `sync` of the copies; the tools fsync). `ratio` = speed of the slower tool / speed of cp,
-the mean of the two copies; the interpreter's start, measured as the tool's own dry run, is left out of it and reported.
+A synthetic Qwen3 checkpoint in shards is copied twice (the first is not counted), converted, converted back, and copied
+again. Both sides end when the bytes are durable (`cp`, then `sync` of the copies; the tools fsync). `ratio` = speed of
+the slower tool / speed of cp, the mean of the copies before and after; the interpreter's start, measured as the tool's
+own dry run, is left out of it and reported.
 Memory: the highest sum of anonymous and shared memory of the tool's process, seen every 20 ms.
 """
 
@@ -57,6 +58,7 @@ def run(quick: bool, say: Say) -> dict[str, Any]:
         source, megatron, back = (Path(root) / name for name in ("hf", "megatron", "back"))
         nbytes = make_checkpoint(source, CONFIG | (QUICK if quick else {}))
         say(f"{nbytes / 1e9:.2f} GB in {len(list(source.glob('*.safetensors')))} files; cp")
+        first = _copy(source, Path(root) / "copy")  # not counted: it also pays for blocks that the disk never had written
         copies = [_copy(source, Path(root) / "copy")]
         say("from_hf")
         from_hf = _measure("from_hf", source, megatron)
@@ -82,6 +84,7 @@ def run(quick: bool, say: Say) -> dict[str, Any]:
         "peak_bytes": peak,
         "peak_within_2_gb": peak <= MEMORY_LIMIT,
         "cp": copies,
+        "cp_not_counted": first,
         **tools,
     }
 

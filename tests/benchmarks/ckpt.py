@@ -58,7 +58,7 @@ def run(quick: bool, say: Say) -> dict[str, Any]:
         source, megatron, back = (Path(root) / name for name in ("hf", "megatron", "back"))
         nbytes = make_checkpoint(source, CONFIG | (QUICK if quick else {}))
         say(f"{nbytes / 1e9:.2f} GB in {len(list(source.glob('*.safetensors')))} files; cp")
-        first = _copy(source, Path(root) / "copy")  # not counted: it also pays for blocks that the disk never had written
+        first = _copy(source, Path(root) / "copy")  # pays for fresh disk blocks too
         copies = [_copy(source, Path(root) / "copy")]
         say("from_hf")
         from_hf = _measure("from_hf", source, megatron)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_tools import command
+from ckpt_tools.flusher import Flusher
 from ckpt_tools.hf_checkpoint import Block
 from ckpt_tools.megatron_checkpoint import MegatronCheckpoint
 from ckpt_tools.output import check_target, complete_or_absent, gigabytes
@@ -126,12 +127,14 @@ def _write(
         file = place.path.name
         with turns[file]:
             write_from(opened[file], block.rows, place.offset + block.start * place.row_bytes)
+        flusher.wrote(opened[file], block.rows.nbytes)
         checksums.add(block)
         written[block.tensor] += block.rows.nbytes
         progress.add(block.rows.nbytes, block.tensor)
 
     try:
-        each_block(weights, use)
+        with Flusher() as flusher:
+            each_block(weights, use)
     finally:
         for fd in opened.values():
             os.close(fd)

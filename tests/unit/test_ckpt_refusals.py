@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -288,6 +289,19 @@ def test_damage_inside_a_distributed_checkpoint_is_found(root: Path) -> None:
         lambda: to_hf.convert(root / "ckpt", root / "out", quiet=True),
         "'model.norm.weight' is not the one in its",
     )
+
+
+def test_a_disk_that_fails_while_the_tool_writes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the disk answers to an early sync is told only once: it must end the conversion."""
+    monkeypatch.setattr("ckpt_tools.flusher.FLUSH_BYTES", 1)
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        to_hf.convert(root / "ckpt", root / "out", quiet=True)
+    assert sorted(path.name for path in root.iterdir()) == ["ckpt", "hf"]
 
 
 def test_errors_of_the_commands_are_one_line(root: Path) -> None:

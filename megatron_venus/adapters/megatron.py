@@ -221,11 +221,15 @@ class Actor:
         mine = [batch.to(self.device) for batch in self._dealt(batches)]
         if not mine:
             return
+        # Float16Module would widen the last hidden states, before they are gathered.
+        as_computed = {"fp32_output": False} if self.dtype != torch.float32 else {}
 
         def step(source: Iterator[PackedBatch], wrapped: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(source)
             part = self._slice(batch)
-            hidden = wrapped(part.input_ids_t[None], part.position_ids_t[None], None, packed_seq_params=part.params)
+            hidden = wrapped(
+                part.input_ids_t[None], part.position_ids_t[None], None, packed_seq_params=part.params, **as_computed
+            )
 
             def finish(hidden_T1h: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 tokens = torch.zeros((), dtype=torch.int)
@@ -270,16 +274,10 @@ class Actor:
     ) -> tuple[Tensor, Tensor]:
         """log π and entropy of all N loss tokens, on every process that holds a part of the last stage."""
         model, tensor = self.chunks[-1], self.layout.parallel.tensor
-        # Float16Module hands float32 out; the output layer wants its own dtype back.
-        rows = model.rows_of(hidden_T1h).index_select(0, part.rows_n).to(self.dtype)
+        rows = model.rows_of(hidden_T1h).index_select(0, part.rows_n)
         group = parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None
         log_pi, entropy = token_log_probs(
-            rows,
-            batch.targets_N[part.places_n],
-            model.logits_of,
-            self.arch.vocabulary // tensor,
-            temperature,
-            group,
+            rows, batch.targets_N[part.places_n], model.output_weight(), temperature, group
         )
         if self.layout.parallel.context == 1:
             return log_pi, entropy

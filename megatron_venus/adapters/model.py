@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import gpt_layer_specs as layer_specs
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -25,23 +25,28 @@ from rollout.rope import Rope
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPT model whose forward pass ends at the last norm; `logits_of` goes on from chosen rows only."""
+    """GPT model whose forward pass ends at the last norm; the loss multiplies chosen rows by `output_weight`."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
     def rows_of(self, hidden_T1h: Tensor) -> Tensor:
-        """[T, 1, h] as the last layer leaves it → [T, h] with all of this process's tokens."""
+        """[T, 1, h] as the last layer leaves it → [T, h] with all of this process's tokens.
+
+        The vocabulary is split over the tensor-parallel processes: the rows' gradient is summed over them on its way
+        back.
+        """
         if self.config.sequence_parallel:
-            # The output layer sums its input's gradient over the processes: each then keeps its own tokens' part.
-            hidden_T1h = gather_from_sequence_parallel_region(hidden_T1h, tensor_parallel_output_grad=False)
+            hidden_T1h = gather_from_sequence_parallel_region(hidden_T1h)
+        elif self.config.tensor_model_parallel_size > 1:
+            hidden_T1h = copy_to_tensor_model_parallel_region(hidden_T1h)
         return hidden_T1h[:, 0]
 
-    def logits_of(self, rows_nh: Tensor) -> Tensor:
-        """[n, h] → [n, vocabulary], or this process's part of the vocabulary."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(rows_nh[:, None], weight=weight)
-        return logits[:, 0]
+    def output_weight(self) -> Tensor:
+        """[vocabulary, h], or this process's part of the vocabulary."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
 
 def build_chunks(arch: Architecture, rope: Rope, config: TransformerConfig) -> list[PolicyModel]:
@@ -69,10 +74,6 @@ def build_chunks(arch: Architecture, rope: Rope, config: TransformerConfig) -> l
             rotary_base=rope.theta,
             vp_stage=vp_stage,
         )
-        if last and config.sequence_parallel:
-            # `rows_of` has gathered the tokens already.
-            chunk.output_layer.sequence_parallel = False
-            chunk.output_layer.allreduce_dgrad = True
         chunks.append(chunk)
     return chunks
 

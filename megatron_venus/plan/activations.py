@@ -118,24 +118,22 @@ def _mlp(arch: Architecture, parallel: ParallelConfig, kernels: Kernels, tokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBytes:
-    """Of one process of a pipeline stage, at its worst; bytes. The last three are the last stage's only."""
+    """Of one process of a pipeline stage, at its worst; bytes. The last two are the last stage's only."""
 
     kept: int
     """Of all micro-batches in flight, until their backward passes."""
     layer: int
     """Besides, while one layer goes backward (and, with recompute, forward again)."""
     rows: int
-    """Besides, in the loss: last hidden states, normalised, in float32, gathered and selected."""
+    """Besides, in the loss: what the last norm keeps, the selected rows of its output and their gradient."""
     logits: int
-    """Besides, in the loss: one chunk of logits."""
-    output_gradient: int
-    """Besides, in the loss: the output matrix's gradient, of all chunks so far and of this one."""
+    """Besides, in the loss: one chunk of logits. The output matrix's gradient is summed where it stays."""
 
 
 def stage_bytes(
-    arch: Architecture, parallel: ParallelConfig, kernels: Kernels, *, stage: int, tokens: int, output: int
+    arch: Architecture, parallel: ParallelConfig, kernels: Kernels, *, stage: int, tokens: int
 ) -> StageBytes:
-    """`tokens`: of a micro-batch, before context parallelism cuts it; `output`: the output matrix's parameters here."""
+    """`tokens`: of a micro-batch, before context parallelism cuts it."""
     size, here = kernels.size, -(-tokens // parallel.context)
     layer = layer_bytes(arch, parallel, kernels, here)
     layers, last = arch.layers // parallel.pipeline, stage == parallel.pipeline - 1
@@ -143,24 +141,25 @@ def stage_bytes(
     # Between stages the output stays until its gradient comes back.
     kept += 0 if last else layer.input
     kept += (INPUT_BYTES + 4 * arch.head_dim) * here
-    rows = logits = gradient = 0.0
+    rows = logits = 0.0
     if last:
         hidden = arch.hidden / (parallel.tensor if parallel.sequence else 1) * here
-        # The last norm's input (local ones: in float32, and normalised), its output in float32, and the selected rows.
-        rows = (size if kernels.fused else 8) * hidden + 4 * hidden + 4 * arch.hidden * here
-        if parallel.sequence:
-            rows += 4 * arch.hidden * here
-        elif size == 2:
-            rows += 2 * arch.hidden * here
-        # Logits, shifted and exponentiated ones; half precision is widened first.
-        logits = min(CHUNK_LOGITS, here * arch.vocabulary // parallel.tensor) * (12 if size == 4 else 10)
-        gradient = 2 * size * output
+        # Logits, shifted (in place in float32) and exponentiated ones.
+        logits = min(CHUNK_LOGITS, here * arch.vocabulary // parallel.tensor) * (8 if size == 4 else 10)
+        # Rows and gradient, each first gathered over sequence parallelism and then selected, or first spread and then
+        # scattered: two at a time.
+        rows = 2 * size * arch.hidden * here
+        if kernels.fused:
+            rows += size * hidden
+        else:
+            # The norm keeps its input in float32, and normalised; its backward pass, when the logits are gone, has six
+            # float32 tensors of that size at once.
+            rows = max(8 * hidden + rows, 24 * hidden - logits)
     return StageBytes(
         kept=int(in_flight(parallel, stage) * kept),
         layer=int(layer.again if parallel.recompute else layer.beside),
         rows=int(rows),
         logits=int(logits),
-        output_gradient=int(gradient),
     )
 
 

@@ -59,8 +59,6 @@ class StageMemory:
     """Loss: last hidden states, besides."""
     logits: int
     """Loss: a chunk of logits, besides."""
-    output_gradient: int
-    """Loss: gradient of the output matrix, besides."""
     sync: int
     """Weight sync: two buckets and the gathered tensor."""
     allowance: int
@@ -70,7 +68,7 @@ class StageMemory:
         """What comes on top of the lasting part in each phase."""
         return {
             "backward": self.activations + self.layer,
-            "loss": self.activations + self.rows + self.logits + self.output_gradient,
+            "loss": self.activations + self.rows + self.logits,
             "weight sync": self.sync,
         }
 
@@ -126,9 +124,7 @@ def _stage(config: VenusConfig, arch: Architecture, target: Target, stage: int, 
     per_parameter = 8 + (0 if size == 4 else 4)
     copies = actor.ranks // (parallel.tensor * parallel.pipeline)
     expert_copies = actor.ranks // (parallel.expert * parallel.pipeline)
-    activations = stage_bytes(
-        arch, parallel, Kernels(fused=on_gpu, size=size), stage=stage, tokens=tokens, output=held.output
-    )
+    activations = stage_bytes(arch, parallel, Kernels(fused=on_gpu, size=size), stage=stage, tokens=tokens)
     largest, whole = size * largest_tensor(arch), size * whole_parameters(arch)
     # A tensor larger than a bucket is one by itself; a small model does not fill one.
     bucket = min(max(int(actor.sync.bucket_mb * 1e6), largest), whole)
@@ -142,7 +138,6 @@ def _stage(config: VenusConfig, arch: Architecture, target: Target, stage: int, 
         layer=activations.layer,
         rows=activations.rows,
         logits=activations.logits,
-        output_gradient=activations.output_gradient,
         # Besides, a tensor's parts and the whole made of them.
         sync=2 * bucket + 2 * largest,
         allowance=0,

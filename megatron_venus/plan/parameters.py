@@ -20,8 +20,6 @@ class RankParameters:
     """All but experts; the optimizer shards them over data · context parallel processes."""
     expert: int
     """Of the experts held here; the optimizer shards them over the processes that hold the same ones."""
-    output: int
-    """Of the output layer's matrix, where this stage has it: tied or not, its gradient comes from the loss."""
 
     @property
     def total(self) -> int:
@@ -42,15 +40,14 @@ def rank_parameters(arch: Architecture, parallel: ParallelConfig, stage: int) ->
     else:
         layer += 3 * hidden * arch.feed_forward // tensor
     layers = arch.layers // parallel.pipeline
-    dense, embedding, output = layers * layer, arch.vocabulary * hidden // tensor, 0
+    dense, embedding = layers * layer, arch.vocabulary * hidden // tensor
     if stage == 0:
         dense += embedding
     if stage == parallel.pipeline - 1:
         dense += hidden
-        output = embedding
         # Tied and in one stage it is the embedding itself; another last stage holds a copy.
         dense += embedding if not arch.tied or parallel.pipeline > 1 else 0
-    return RankParameters(dense=dense, expert=layers * layer_experts, output=output)
+    return RankParameters(dense=dense, expert=layers * layer_experts)
 
 
 def largest_tensor(arch: Architecture) -> int:

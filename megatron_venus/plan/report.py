@@ -15,7 +15,6 @@ _COMING = {
     "layer": "a layer's backward",
     "rows": "loss: hidden states",
     "logits": "loss: logits chunk",
-    "output_gradient": "loss: output's gradient",
     "sync": "sync buckets",
 }
 

@@ -43,6 +43,7 @@ def main() -> None:
     for step in range(1, config.run.steps + 1):
         row, seconds = {"groups": {}}, {"time/wait_s": 0.0, "time/train_s": 0.0}
         counts = add_groups(step, link, parts, seconds)
+        row["closed"] = time.monotonic()
         result = stream.finish(step, counts)
         row["end"] = time.monotonic()
         rows.append(row)

@@ -10,7 +10,9 @@ held back until the last one.
 `ratio` is the time of the waiting steps over that of the streamed ones. `tail_in_groups`: from the last arrival to the
 start of the optimizer's update, in units of that group's own forward-backward; the median over the recordings. Where
 groups come faster than one is trained the tail holds a queue: `floor_in_groups` is what a replica without any overhead
-would have, from the same forward-backward times.
+would have, from the same forward-backward times. `overhead_ms` says where the rest of the tail goes: from the
+arrival to the group's start where the replica was free, from its end to the news that the batch is closed, from there
+to the update.
 """
 
 from __future__ import annotations
@@ -173,6 +175,10 @@ def _measure(replicas: int, recordings: int, say: Callable[[str], None]) -> dict
         "overhead_in_groups": median(streamed, "overhead_in_groups"),
         "tails_in_groups": [round(step["tail_in_groups"], 3) for step in streamed],
         "floors_in_groups": [round(step["floor_in_groups"], 3) for step in streamed],
+        "overhead_ms": {
+            part: round(1e3 * statistics.median(step[f"{part}_s"] for step in streamed), 1)
+            for part in ("hand_out", "close", "reduce")
+        },
         "waiting_tail_in_groups": median(held, "tail_in_groups"),
         "group_s": median(streamed, "last_group_s"),
         "train_s": round(steps[ALL_READY]["step_s"], 3),
@@ -187,8 +193,8 @@ def _step_of(step: int, coordinator: PacedCoordinator, rows: list[dict[str, Any]
         zip((group.group_id for group in coordinator.batches[step - 1]), coordinator.arrivals(step), strict=True)
     )
     work = {name: end - start for row in rows for name, (start, end) in row["groups"].items()}
-    last = max(arrivals.values())
-    own = work[max(arrivals, key=lambda name: arrivals[name])]
+    last_group, last = max(arrivals.items(), key=lambda arrival: arrival[1])
+    own = work[last_group]
     ends = []
     for row in rows:
         free = coordinator.began[step]
@@ -196,7 +202,14 @@ def _step_of(step: int, coordinator: PacedCoordinator, rows: list[dict[str, Any]
             free = max(free, arrivals[name] if streams(step) else last) + work[name]
         ends.append(free)
     tail, floor = (max(row["optimizer"] for row in rows) - last) / own, (max(ends) - last) / own
+    # Of the replica that trained the last arrival.
+    row = next(row for row in rows if last_group in row["groups"])
+    start = row["groups"][last_group][0]
+    free = max((other for _, other in row["groups"].values() if other < start), default=0.0)
     return {
+        "hand_out_s": start - max(last, free),
+        "close_s": row["closed"] - row["groups"][last_group][1],
+        "reduce_s": row["optimizer"] - row["closed"],
         "step_s": max(row["end"] for row in rows) - coordinator.began[step],
         "tail_in_groups": tail,
         "floor_in_groups": floor,

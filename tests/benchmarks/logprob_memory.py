@@ -101,7 +101,7 @@ def _child(how: str, tokens: int) -> dict[str, Any]:
             log_p = torch.log_softmax(rows[:count] @ weight.T, -1)
             chosen = log_p.gather(-1, targets[:count, None])[:, 0]
         else:
-            chosen, _ = token_log_probs(rows[:count], targets[:count], lambda part: part @ weight.T, VOCABULARY, 1.0)
+            chosen, _ = token_log_probs(rows[:count], targets[:count], weight, 1.0)
         chosen.sum().backward()
 
     compute(1)  # Threads and kernels of the library.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
+from megatron_venus.loss import log_probs
 from megatron_venus.loss.log_probs import token_log_probs
 
 VOCABULARY, HIDDEN = 151_936, 16
@@ -19,7 +22,7 @@ def peak_bytes(tokens: int) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    chosen, entropy = token_log_probs(rows, targets, lambda part: part @ weight.T, VOCABULARY, 1.0)
+    chosen, entropy = token_log_probs(rows, targets, weight, 1.0)
     chosen.sum().backward()
     torch.cuda.synchronize()
     assert 0.0 < entropy.mean().item() < 12.0
@@ -31,3 +34,29 @@ def peak_bytes(tokens: int) -> int:
 
 def test_peak_is_flat_in_tokens() -> None:
     assert peak_bytes(131_072) <= 1.1 * peak_bytes(8_192)
+
+
+def main_grad(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Of a bfloat16 output matrix."""
+    tokens, vocabulary, hidden = 4096, 512, 64
+    monkeypatch.setattr(log_probs, "CHUNK_LOGITS", chunk_rows * vocabulary)
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = torch.randn(tokens, hidden, device="cuda", generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(vocabulary, hidden, device="cuda", generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), device="cuda", generator=generator)
+    summed = torch.zeros(vocabulary, hidden, device="cuda")
+    weight.main_grad = summed  # type: ignore[attr-defined]
+    token_log_probs(rows, targets, weight, 1.0)[0].sum().backward()
+    assert weight.grad is None
+    # The same in float32: three roundings to bfloat16 of 2⁻⁹ each lie between.
+    exact_rows, exact = rows.detach().float(), weight.detach().float().requires_grad_()
+    token_log_probs(exact_rows, targets, exact, 1.0)[0].sum().backward()
+    assert exact.grad is not None
+    assert (summed - exact.grad).norm() <= 0.02 * exact.grad.norm()
+    return summed
+
+
+def test_half_precision_sums_the_matrixs_gradient_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any chunk leaves the same; summed in bfloat16 it would not."""
+    whole, chunked = main_grad(10_000, monkeypatch), main_grad(16, monkeypatch)
+    assert (chunked - whole).norm() <= 1e-4 * whole.norm()

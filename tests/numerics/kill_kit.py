@@ -3,6 +3,9 @@
 Every event (a file opened for writing, a rename, a folder made or removed) is a point: a fork of this process resumes
 from step 1, makes step 2, and is killed by SIGKILL just before the event, in whichever thread it happens; another fork
 then starts as a run does. One more is killed in the middle of a file. The last line of the output is a JSON list.
+
+`MODEL DIR RANK` under torchrun: of two tensor-parallel processes RANK is killed in the save of step 2, when it opens
+its own file.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_venus.checkpoint_index import find_all, find_latest
-from megatron_venus.config import CheckpointConfig, OptimizerConfig
+from megatron_venus.config import CheckpointConfig, OptimizerConfig, ParallelConfig
 from tests.numerics import kit, resume_kit
 
 NEVER = 10**9
@@ -104,6 +108,24 @@ def restart(model: Path, run_dir: Path) -> None:
     (run_dir / "found").write_text(json.dumps({"complete": complete, "before": before, "after": after}))
 
 
+def one_rank(model: Path, run_dir: Path, victim: int) -> None:
+    from megatron_venus.checkpoint_saver import CheckpointSaver
+
+    def die(event: str, arguments: Any) -> None:
+        if event == "open" and str(arguments[0]).endswith(".distcp"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    actor = kit.make_actor(model, resume_kit.SETTINGS, parallel=ParallelConfig(tensor=2))
+    with CheckpointSaver(run_dir, actor, CheckpointConfig(keep=1), hf_source=model) as saver:
+        resume_kit.train(actor, 1, 1)
+        saver.save(1, 0)
+        resume_kit.train(actor, 2, 2)
+        saver.finish()
+        if dist.get_rank() == victim:
+            sys.addaudithook(die)
+        saver.save(2, 0)
+
+
 def main(model: Path, root: Path) -> None:
     kit.cpu.install()
     # Before the forks, once for all of them.
@@ -130,4 +152,7 @@ def main(model: Path, root: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if "RANK" in os.environ:
+        one_rank(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_venus import packing
 from megatron_venus.architecture import read_architecture
 from megatron_venus.config import ParallelConfig, VenusConfig
+from megatron_venus.loss import log_probs
 from megatron_venus.packing import PackedBatch
 from megatron_venus.plan.memory import StageMemory, Target, memory_plan
 from rollout.types import TrainSequence
@@ -39,6 +40,8 @@ SHAPE: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+CHUNK_ROWS = 64
+"""Of logits: as in a large run, the loss goes through many chunks."""
 
 
 def make_model(folder: Path, *, experts: int = 0, **shape: Any) -> Path:
@@ -92,7 +95,8 @@ def measure_states(actor: Any) -> dict[str, int]:
 
 
 def measure_activations(actor: Any) -> dict[str, int]:
-    """Bytes kept by the forward pass, and alive at most in a forward-backward pass."""
+    """Bytes kept by the forward pass, alive at most in a forward-backward pass, and alive at most in its loss: from the
+    last norm's forward pass to the end of its backward pass."""
     packed = batch(actor.arch.vocabulary)
     part = actor._slice(packed)
 
@@ -101,9 +105,23 @@ def measure_activations(actor: Any) -> dict[str, int]:
 
     kept = kept_for_backward(forward, list(actor.chunks[0].parameters()))
     stream = kit.make_stream(actor, micro_batch_tokens=TOKENS)
-    with LiveBytes() as live:
+    before, in_loss = 0, 0
+
+    def begin(norm: Any, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal before
+        before, live.peak = live.peak, live.now
+        inputs[0].register_hook(end)
+
+    def end(grad: Tensor) -> None:
+        nonlocal in_loss
+        in_loss = live.peak
+
+    hook = actor.chunks[-1].decoder.final_layernorm.register_forward_pre_hook(begin)
+    # What `index_select` does in place in its backward pass it does out of place where something is watching.
+    with LiveBytes(lambda operation: operation != "aten.index_add.default") as live:
         stream._run([packed])
-    return {"kept": kept, "peak": live.peak}
+    hook.remove()
+    return {"kept": kept, "peak": max(before, live.peak), "loss": in_loss}
 
 
 def _optimizer_tensors(actor: Any) -> Iterator[Tensor]:
@@ -121,6 +139,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def process(folder: Path, out: Path) -> None:
+    log_probs.CHUNK_LOGITS = CHUNK_ROWS * SHAPE["vocab_size"]
     parallel = ParallelConfig(tensor=2, sequence=True, recompute=True)
     actor = kit.make_actor(folder, dtype="bfloat16", parallel=parallel)
     measured = measure_activations(actor) | measure_states(actor)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from pathlib import Path
@@ -75,6 +78,30 @@ def test_killed_at_any_point(tied_model: Path, tmp_path: Path) -> None:
         assert result["complete"] == ([1, 2] if done else [1]), result
         assert result["after"] == ["step_000001"] + (["step_000002"] if done else []), result
     assert sum("step_000002" in result["before"] for result in results) >= 8
+
+
+def test_one_of_two_ranks_killed(tied_model: Path, tmp_path: Path) -> None:
+    """Tensor parallel, in the save of step 2: no manifest comes, and step 1 loads, in one process too."""
+    from megatron_venus import checkpoint
+
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.numerics.kill_kit"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, str(tied_model), str(tmp_path), "1"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0 and "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]
+    assert checkpoint_dir(tmp_path, 2).is_dir()
+    [found] = find_all(tmp_path)
+    assert found.step == 1
+    actor = kit.make_actor(tied_model, SETTINGS)
+    assert checkpoint.load(found, actor) == 0
+    assert_same(dict(actor.hf_tensors()), read_weights(found.hf_dir))
+    train(actor, range(2, 3))
+    kit.save_checkpoint(tmp_path, 2, actor, hf_source=tied_model)
+    assert [found.step for found in find_all(tmp_path)] == [1, 2]
 
 
 def test_export_only_on_request(tied_model: Path, tmp_path: Path) -> None:

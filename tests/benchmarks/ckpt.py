@@ -1,9 +1,10 @@
 """Conversion of checkpoints on disk against `cp` of the same bytes: speed and memory of from_hf and to_hf.
 
-A synthetic Qwen3 checkpoint in shards is copied twice (the first is not counted), converted, converted back, and copied
-again. Both sides end when the bytes are durable (`cp`, then `sync` of the copies; the tools fsync). `ratio` = speed of
-the slower tool / speed of cp, the mean of the copies before and after; the interpreter's start, measured as the tool's
-own dry run, is left out of it and reported.
+A synthetic Qwen3 checkpoint in shards is copied, converted, converted back, and copied again. Both sides end when the
+bytes are durable (`cp`, then `sync` of the copies; the tools fsync). `ratio` = speed of the slower tool / speed of cp,
+the mean of the two copies; the interpreter's start, measured as the tool's own dry run, is left out of it and reported.
+Before each of the four nothing is written for a while: a virtual machine hands freed memory back to its host after some
+seconds (free page reporting), and what comes right after an `rm` has up to four times cheaper pages than what does not.
 Memory: the highest sum of anonymous and shared memory of the tool's process, seen every 20 ms.
 """
 
@@ -33,6 +34,8 @@ from megatron_venus.weight_map import hf_shapes
 Say = Callable[[str], None]
 SHARD_BYTES = 2_000_000_000
 MEMORY_LIMIT = 2_000_000_000
+SETTLE_S = 6.0
+"""Pause before a measured command. Freed pages were cheap after 1 s and dear after 3 s."""
 # Qwen3-4B; --quick keeps the layers' shapes.
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -58,7 +61,6 @@ def run(quick: bool, say: Say) -> dict[str, Any]:
         source, megatron, back = (Path(root) / name for name in ("hf", "megatron", "back"))
         nbytes = make_checkpoint(source, CONFIG | (QUICK if quick else {}))
         say(f"{nbytes / 1e9:.2f} GB in {len(list(source.glob('*.safetensors')))} files; cp")
-        first = _copy(source, Path(root) / "copy")  # pays for fresh disk blocks too
         copies = [_copy(source, Path(root) / "copy")]
         say("from_hf")
         from_hf = _measure("from_hf", source, megatron)
@@ -84,7 +86,6 @@ def run(quick: bool, say: Say) -> dict[str, Any]:
         "peak_bytes": peak,
         "peak_within_2_gb": peak <= MEMORY_LIMIT,
         "cp": copies,
-        "cp_not_counted": first,
         **tools,
     }
 
@@ -133,6 +134,7 @@ def _sync(folder: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> dict[str, float]:
+    time.sleep(SETTLE_S)
     started = time.monotonic()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True, timeout=1200)
     copied = time.monotonic()
@@ -145,6 +147,7 @@ def _copy(source: Path, target: Path) -> dict[str, float]:
 def _measure(tool: str, source: Path, out: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", f"ckpt_tools.{tool}", str(source), str(out), "--quiet"]
     dry, _ = _watched([*command, "--dry-run"])
+    time.sleep(SETTLE_S)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds, peak = _watched(command)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -20,9 +20,9 @@ class Message:
     infos: list[TensorInfo]
     nbytes: int
 
-    def whole(self, source: WeightSource) -> Tensor | None:
-        """Its tensor, where it is one that needs no gathering."""
-        return source.whole(self.start) if len(self.infos) == 1 else None
+    def blocks(self, source: WeightSource) -> Sequence[Tensor] | None:
+        """Of its tensor, where it is one that needs no gathering (see `WeightSource`); each is broadcast by itself."""
+        return source.blocks(self.start) if len(self.infos) == 1 else None
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors, one after another in the first bytes of `flat`."""
@@ -43,15 +43,6 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         return sum(message.nbytes for message in self.messages)
-
-    def gathered(self, source: WeightSource) -> list[int]:
-        """Numbers of the tensors that `source` must gather, in order."""
-        return [
-            message.start + index
-            for message in self.messages
-            if message.whole(source) is None
-            for index in range(len(message.infos))
-        ]
 
 
 def buckets_of(infos: Sequence[TensorInfo], bucket_bytes: int) -> Iterator[Bucket]:

@@ -6,11 +6,11 @@ the seconds each phase took, and the workers whose engines are lost. Called by r
 Weights go in buckets, one request to each engine a bucket, and a bucket in messages: a large tensor by itself, small
 ones together. What this process holds all of is sent from where it lies, in blocks of rows where Megatron's layout
 spreads it (queries, keys and values); the rest is gathered from the actor's processes into one of two slots while the
-other one is sent. So a sync holds two messages here and at most one bucket in
-an engine, whatever the size of the model. SGLang only logs a warning for a name it does not know, so names and shapes
-are compared with the engine's own parameters before the first broadcast, and after an engine's first `verify_first`
-syncs every tensor's checksum, computed inside it, with the actor's. An engine that is dead, stuck or refuses is given
-up with its name; the others get the whole version in a new group.
+other one is sent. So a sync holds two messages here and at most one bucket in an engine, whatever the size of the
+model. SGLang only logs a warning for a name it does not know, so names and shapes are compared with the engine's own
+parameters when its group is made, and after an engine's first `verify_first` syncs every tensor's checksum, computed
+inside it, with the actor's. An engine that is dead, stuck or refuses is given up with its name; the others get the
+whole version in a new group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from envclient.base.errors import InvariantError, WireError
 from megatron_venus.architecture import Architecture
-from megatron_venus.bucket import Bucket, buckets_of
+from megatron_venus.bucket import Blocks, Bucket, buckets_of
 from megatron_venus.config import SyncConfig
 from megatron_venus.engine_digests import EngineDigests
 from megatron_venus.sync_engine import EngineGone, EnginesFailed, SyncEngine, answers, start
@@ -37,8 +37,8 @@ from rollout.engine_layout import EngineLayout
 from rollout.protocol import EngineAddress
 
 log = logging.getLogger("venus.sync")
-Blocks = Sequence[Tensor] | None
-"""Where a message lies, or None where it must be gathered."""
+SLOTS = 2
+"""Messages that are gathered and not yet sent."""
 PHASES = ("connect", "gather", "broadcast", "load", "verify", "failed")
 """Asking the engines and joining them; copying weights out of the actor's processes; sending; waiting for engines to
 load what was sent; comparing checksums; attempts that an engine spoilt, whole."""
@@ -70,11 +70,10 @@ class WeightSync:
         self.bucket_bytes = max(bucket.nbytes for bucket in self.buckets)
         """Bytes of the largest bucket: about `bucket_mb`, or the largest tensor if that is larger."""
         messages = [message for bucket in self.buckets for message in bucket.messages]
-        blocks = [len(message.blocks(source) or ()) for message in messages]
-        sizes = [(count, message.nbytes) for count, message in zip(blocks, messages, strict=True)]
-        self._gathered_bytes = max((nbytes for count, nbytes in sizes if count == 0), default=0)
+        sizes = [(len(message.blocks(source) or ()), message.nbytes) for message in messages]
+        self._gathered_bytes = max((nbytes for blocks, nbytes in sizes if blocks == 0), default=0)
         """Bytes of the largest message that is gathered to be sent."""
-        self._scattered_bytes = max((nbytes for count, nbytes in sizes if count != 1), default=0)
+        self._scattered_bytes = max((nbytes for blocks, nbytes in sizes if blocks != 1), default=0)
         """Bytes of the largest message that does not lie in one block."""
 
     def send(self, version: int, addresses: Sequence[EngineAddress]) -> SyncResult:
@@ -195,21 +194,16 @@ class WeightSync:
                     raise InvariantError(f"{engine}: its parameter {name!r} is {theirs[name]}, the actor's {mine}")
 
     def _broadcast(self, version: int, group: SyncGroup) -> None:
-        slots = [self._buffer(self._gathered_bytes) for _ in range(2)]
+        slots = [self._buffer(self._gathered_bytes) for _ in range(SLOTS)]
         loading: dict[SyncEngine, Future[Any]] = {}
         for number, bucket in enumerate(self.buckets, start=1):
-            blocks = [message.blocks(self._source) for message in bucket.messages]
+            blocks = bucket.blocks(self._source)
             # The engines may still be loading the bucket before: they take this request up when they are done.
             updates = self._ask(version, bucket, blocks, group, last=number == len(self.buckets))
             begun, waited = self._clock(), self._seconds["broadcast"]
             works: list[Any] = []
-            gathered = [
-                message.start + index
-                for message, lying in zip(bucket.messages, blocks, strict=True)
-                if lying is None
-                for index in range(len(message.infos))
-            ]
-            self._source.read(gathered, self._sending(bucket, blocks, group, slots, works, updates))
+            sending = self._sending(bucket, blocks, group, slots, works, updates)
+            self._source.read(bucket.gathered(blocks), sending)
             self._lap("gather", begun)
             self._seconds["gather"] -= self._seconds["broadcast"] - waited
             begun = self._clock()
@@ -250,19 +244,10 @@ class WeightSync:
         self, version: int, bucket: Bucket, blocks: Sequence[Blocks], group: SyncGroup, *, last: bool
     ) -> dict[SyncEngine, Future[Any]]:
         """Make every engine receive the bucket."""
-        counts = [
-            len(lying) if lying else 1
-            for message, lying in zip(bucket.messages, blocks, strict=True)
-            for _ in message.infos
-        ]
         fields = {
             "names": [info.name for info in bucket.infos],
             "dtypes": [str(info.dtype).removeprefix("torch.") for info in bucket.infos],
-            # As the plug-in reads it: number of blocks, then the shape of one.
-            "shapes": [
-                [count, info.shape[0] // count, *info.shape[1:]]
-                for count, info in zip(counts, bucket.infos, strict=True)
-            ],
+            "shapes": bucket.shapes(blocks),
             "group_name": group.name,
             "load_format": "flattened_bucket",
             # The engine's cache belongs to the old weights; it is dropped once, with the last bucket.

@@ -32,8 +32,9 @@ class WeightSource(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def whole(self, index: int) -> Tensor | None:
-        """The weight of `infos[index]` itself, where it lies whole and contiguous in this process's memory."""
+    def blocks(self, index: int) -> Sequence[Tensor] | None:
+        """The weight of `infos[index]` itself, where this process's memory holds all of it: contiguous blocks of
+        equally many rows, in order; most lie in one. None: it must be read."""
 
     def read(self, indices: Sequence[int], tensors: Iterable[Tensor]) -> None:
         """Copy the weights of `infos[i]`, i in `indices`, into `tensors`, which have their shapes and types.
@@ -50,9 +51,9 @@ class TensorSource:
         self.infos = [TensorInfo(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in tensors.items()]
         self.device = self._tensors[0].device
 
-    def whole(self, index: int) -> Tensor | None:
+    def blocks(self, index: int) -> Sequence[Tensor] | None:
         tensor = self._tensors[index].detach()
-        return tensor if tensor.is_contiguous() else None
+        return [tensor] if tensor.is_contiguous() else None
 
     def read(self, indices: Sequence[int], tensors: Iterable[Tensor]) -> None:
         for index, target in zip(indices, tensors, strict=True):

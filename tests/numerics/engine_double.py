@@ -1,6 +1,7 @@
-"""What weight sync sees of an SGLang server of one rank, in a small process: `python -m tests.numerics.engine_double`.
+"""What weight sync sees of an SGLang server, in a small process: `python -m tests.numerics.engine_double SHAPES LIES`.
 
 Same endpoints and answers, same group, our own receiver; a model that is just its parameters, under the engine's names.
+It receives like an engine of several ranks (LIES = `nowhere`) or, large tensors in place, of one (`place_in`).
 `test_weight_sync` runs the same sync against a real server. What a real one cannot do on demand: `freeze_at=N` (stop
 like a SIGSTOP when the Nth bucket of a sync is asked for), `refuse_at=N`, and tell its memory.
 """
@@ -28,7 +29,7 @@ from torch import Tensor
 from megatron_venus.weight_map import checksum
 from rollout.protocol import EngineAddress
 from rollout.sglang_plugin.hooks import tensor_layout
-from rollout.sglang_plugin.receive import group_timeout, nowhere, receive_bucket
+from rollout.sglang_plugin.receive import Lies, group_timeout, nowhere, place_in, receive_bucket
 from tests.numerics.memory import extra_bytes, reset_peak
 
 FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
@@ -71,8 +72,9 @@ class Model:
 class Server:
     """One request at a time reaches the model, as with SGLang's scheduler."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, lies: Lies) -> None:
         self.model = model
+        self.lies = lies
         self.groups: dict[str, Any] = {}
         self.lock = threading.Lock()
         self.faults = {"freeze_at": 0, "refuse_at": 0}
@@ -129,7 +131,7 @@ class Server:
         if self.asked == self.faults["refuse_at"]:
             self.faults["refuse_at"] = 0
             raise ValueError("refused on demand")
-        self.model.load_weights(receive_bucket(self.groups[group_name], names, dtypes, shapes, "cpu", nowhere))
+        self.model.load_weights(receive_bucket(self.groups[group_name], names, dtypes, shapes, "cpu", self.lies))
         if weight_version is not None:
             assert flush_cache
             self.asked = 0
@@ -148,7 +150,8 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    server = Server(Model(json.loads(sys.argv[1])))
+    model = Model(json.loads(sys.argv[1]))
+    server = Server(model, {"nowhere": nowhere, "place_in": place_in(model.params)}[sys.argv[2]])
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -171,8 +174,8 @@ def main() -> None:
 class Double:
     """A running double."""
 
-    def __init__(self, worker: str, shapes: dict[str, list[int]]) -> None:
-        command = [sys.executable, "-m", "tests.numerics.engine_double", json.dumps(shapes)]
+    def __init__(self, worker: str, shapes: dict[str, list[int]], lies: str) -> None:
+        command = [sys.executable, "-m", "tests.numerics.engine_double", json.dumps(shapes), lies]
         # Blocks of more than 64 kB go back to the system at once, so that peaks of memory show.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -199,9 +202,9 @@ class Double:
 
 
 @contextmanager
-def doubles(shapes: dict[str, list[int]], *workers: str) -> Iterator[list[Double]]:
+def doubles(shapes: dict[str, list[int]], *workers: str, lies: str = "nowhere") -> Iterator[list[Double]]:
     """Doubles of these workers, started together."""
-    started = [Double(worker, shapes) for worker in workers]
+    started = [Double(worker, shapes, lies) for worker in workers]
     try:
         yield started
     finally:

@@ -24,8 +24,11 @@ from rollout.adapters.sglang_engine import SglangEngine
 from rollout.config import ModelConfig, WorkerConfig
 from rollout.protocol import EngineAddress, GenerateRequest, Generation
 from rollout.types import TrainGroup, TrainSequence, VersionSpan
+from tests.benchmarks.ckpt import make_checkpoint
 from tests.numerics import kit, sync_kit
+from tests.numerics.engine_double import doubles
 from tests.numerics.sync_kit import SyncCase
+from tests.numerics.test_sync_memory import CONFIG
 
 TOKEN = "token-of-the-test"
 PROMPT = [5, 17, 40, 3, 88, 21, 9]
@@ -212,6 +215,34 @@ def test_silent_engine_is_named(tied_model: Path) -> None:
     sync = WeightSync(kit.make_export(actor), actor.arch, SyncConfig(timeout_s=0.5), TOKEN)
     with pytest.raises(WireError, match=r"worker w7.*not answered within 0\.5 s"):
         sync.send(1, [address])
+    sync.close()
+
+
+def test_large_tensors_leave_and_arrive_where_they_lie(tmp_path: Path) -> None:
+    """Into an engine that receives in place and one that does not, in one group; every checksum is compared."""
+    folder = tmp_path / "model"
+    config = CONFIG | {"num_hidden_layers": 2}
+    make_checkpoint(folder, config)
+    actor = kit.make_actor(folder)
+    export = kit.make_export(actor)
+    lying = {info.name.rpartition(".layers.1.")[2]: export.blocks(index) for index, info in enumerate(export.infos)}
+    # Two heads a key-value group; its key and value alone are too small to be worth a broadcast.
+    groups, queries = config["num_key_value_heads"], lying["self_attn.q_proj.weight"]
+    assert queries is not None and len(queries) == groups
+    assert lying["self_attn.k_proj.weight"] is None
+    for name in ("self_attn.o_proj.weight", "mlp.up_proj.weight"):
+        blocks = lying[name]
+        assert blocks is not None and len(blocks) == 1
+    shapes = {info.name: list(info.shape) for info in export.infos}
+    sync = WeightSync(export, actor.arch, SyncConfig(bucket_mb=8.0, timeout_s=30.0, verify_first=2), TOKEN)
+    with doubles(shapes, "w0") as (apart,), doubles(shapes, "w1", lies="place_in") as (in_place,):
+        for version in (1, 2):
+            with torch.no_grad():
+                for chunk in actor.chunks:
+                    for parameter in chunk.parameters():
+                        parameter.add_(torch.randn_like(parameter))
+            result = sync.send(version, [apart.address, in_place.address])
+            assert not result.lost and result.seconds["verify"] > 0
     sync.close()
 
 

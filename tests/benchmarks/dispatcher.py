@@ -141,6 +141,8 @@ class Steady:
         self.costs_ns: list[int] = []
         """Of every event but ticks, whose number is a matter of time."""
         self.ticks_ns: list[int] = []
+        self.commands = 0
+        """Of the events in `costs_ns`."""
         self.send(RunStarted(version=0))
         for number in range(WORKERS):
             joined = WorkerJoined(
@@ -160,9 +162,20 @@ class Steady:
             self.now += self.event_s
             began = time.thread_time_ns()
             commands = self.dispatcher.handle(event, self.now)
-            (self.ticks_ns if isinstance(event, Tick) else self.costs_ns).append(time.thread_time_ns() - began)
+            cost_ns = time.thread_time_ns() - began
+            if isinstance(event, Tick):
+                self.ticks_ns.append(cost_ns)
+            else:
+                self.costs_ns.append(cost_ns)
+                self.commands += len(commands)
             for command in commands:
                 self.obey(command)
+
+    def forget(self) -> None:
+        """Begin to measure anew."""
+        self.costs_ns.clear()
+        self.ticks_ns.clear()
+        self.commands = 0
 
     def obey(self, command: AnyCommand) -> None:
         match command:
@@ -248,8 +261,7 @@ def settled(policy: str, trajectories: int, seed: int) -> Steady:
         for _ in range(plays):
             world.play()
     world.dispatcher.audit()
-    world.costs_ns.clear()
-    world.ticks_ns.clear()
+    world.forget()
     return world
 
 
@@ -261,6 +273,7 @@ class Measured:
     """The latest one."""
     costs_ns: list[int] = field(default_factory=list)
     ticks_ns: list[int] = field(default_factory=list)
+    commands: int = 0
     rounds_ns: list[float] = field(default_factory=list)
 
     def round(self, worlds: Iterable[Steady], events: int, ticks: int) -> None:
@@ -272,8 +285,8 @@ class Measured:
                 world.play()
             self.costs_ns += world.costs_ns
             self.ticks_ns += world.ticks_ns
-            world.costs_ns.clear()
-            world.ticks_ns.clear()
+            self.commands += world.commands
+            world.forget()
         self.rounds_ns.append(fmean(self.costs_ns[done:]))
 
     def row(self) -> dict[str, float]:
@@ -286,6 +299,7 @@ class Measured:
             "open": len(self.world.open),
             "parked": sum(job.parked for job in self.world.open.values()),
             "events": len(costs),
+            "commands_per_event": self.commands / len(costs),
             "events_per_s": 1e6 / mean_us,
             "mean_us": mean_us,
             "slowest_round_us": max(self.rounds_ns) / 1e3,
@@ -318,13 +332,14 @@ def measure(policy: str, events: int, sizes: Sequence[int]) -> dict[int, dict[st
 
 def run(quick: bool, say: Say) -> dict[str, Any]:
     """Every live policy at three sizes. `--quick` plays fewer events, and the largest size for two policies only."""
-    events = 32_768 if quick else 163_840
+    events = 65_536 if quick else 163_840
     found: dict[str, dict[str, Any]] = {}
     for policy in MEASURED:
         sizes = SIZES if policy in QUICK_LARGE or not quick else (SMALL, TYPICAL)
         rows = measure(policy, events, sizes)
         for trajectories, row in rows.items():
-            say(f"{policy} {trajectories}: {row['events_per_s']:.0f} events/s, p99 {row['p99_us']:.0f} µs")
+            speed = f"{row['events_per_s']:.0f} events/s, p99 {row['p99_us']:.0f} µs"
+            say(f"{policy} {trajectories}: {speed}, {row['commands_per_event']:.2f} commands an event")
         found[policy] = {"sizes": {str(trajectories): row for trajectories, row in rows.items()}}
         if LARGE in rows:
             found[policy]["ratio"] = rows[SMALL]["mean_us"] / rows[LARGE]["mean_us"]

@@ -258,8 +258,8 @@ def test_a_finite_source_is_trained_to_its_end(
     assert sum(len(members) for members in world.sealed.values()) >= counts["accepted"]
 
 
-def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
-    """`moves` random moves in proportions that keep every part of the world busy."""
+def walk(world: World, chance: Random, moves: int, *, benign: bool, estimates: bool = True) -> None:
+    """`moves` random moves in proportions that keep every part of the world busy; `estimates`: a predictor answers."""
 
     newest_first = chance.choice([0.8, 0.97] if benign else [0.0, 0.8, 0.97])  # starves old trajectories
 
@@ -295,7 +295,7 @@ def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
     options: list[tuple[float, Callable[[], object]]] = [
         (8, world.deliver_prompt),
         (chance.choice([3, 12]), lambda: world.sample(chance.randrange(1000))),
-        (chance.choice([0, 6]), estimate),
+        (chance.choice([0, 6]) if estimates else 0, estimate),
         (3 if benign else chance.choice([3, 16]), end),  # rollout or trainer is what the other waits for
         (16, reports),
         (12, lambda: world.replica(chance.randrange(1000))),

@@ -9,7 +9,9 @@ they share with it.
 `events_per_s` and `p99_us` are those with 8,192 open trajectories under the slowest policy; `ratio` is the cost of
 an event with 512 open over the cost with 65,536 under the steepest one (1: flat; 0.5: it doubled). What happens in a
 world changes with its age (young ones change more classes), so both are measured over the same age: the small one in
-many fresh worlds, each over as many events of a trajectory as the large one.
+many fresh worlds, each over as many events of a trajectory as the large one. Workers are as many at every size, so a
+large world's hold more trajectories each, and a policy may have more to decide about them: `commands_per_event` tells
+that from a slower event.
 """
 
 from __future__ import annotations

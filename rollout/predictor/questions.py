@@ -16,6 +16,7 @@ _CALLS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
+    turn: int
     token_ids: Sequence[int]
     answer: asyncio.Future[float | None]
 
@@ -35,19 +36,23 @@ class Questions:
         """By trajectory, oldest first."""
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def ask(self, trajectory_id: str, token_ids: Sequence[int]) -> float | None:
-        """The score of `token_ids`; None when the trajectory asked again before it was computed.
+    async def ask(self, trajectory_id: str, turn: int, token_ids: Sequence[int]) -> float | None:
+        """The score of `token_ids`; None when the trajectory asked about a later turn before it was computed.
 
         Raises:
             VenusError: what the scorer raised.
         """
-        question = _Question(token_ids=token_ids, answer=asyncio.get_running_loop().create_future())
-        overtaken = self._waiting.pop(trajectory_id, None)
-        if overtaken is not None and not overtaken.answer.done():
-            overtaken.answer.set_result(None)
+        answer: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        question = _Question(turn=turn, token_ids=token_ids, answer=answer)
+        other = self._waiting.pop(trajectory_id, None)
+        if other is not None and other.turn > turn:
+            # On connections of their own questions may arrive in any order.
+            question, other = other, question
+        if other is not None and not other.answer.done():
+            other.answer.set_result(None)
         self._waiting[trajectory_id] = question
         self._go_on()
-        return await question.answer
+        return await answer
 
     def _go_on(self) -> None:
         if self._waiting and len(self._calls) < _CALLS:

@@ -54,7 +54,7 @@ class Predictor:
         if self._questions is None:
             return PredictReply(remaining_tokens=None)
         text = window(request.token_ids, self._config.context_tokens)
-        score = await self._questions.ask(request.trajectory_id, text)
+        score = await self._questions.ask(request.trajectory_id, request.turn, text)
         if score is None:
             return PredictReply(remaining_tokens=None)
         return PredictReply(remaining_tokens=max(1.0, math.expm1(min(_MOST_LOG, score))))

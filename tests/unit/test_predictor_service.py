@@ -92,8 +92,8 @@ def test_questions_are_asked_together_the_newest_first_and_each_trajectory_once(
         scorer = SlowScorer()
         questions = Questions(scorer.score, most=3)
 
-        async def ask(name: str, *token_ids: int) -> asyncio.Task[float | None]:
-            task = asyncio.create_task(questions.ask(name, token_ids))
+        async def ask(name: str, *token_ids: int, turn: int = 2) -> asyncio.Task[float | None]:
+            task = asyncio.create_task(questions.ask(name, turn, token_ids))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             return task
@@ -101,8 +101,9 @@ def test_questions_are_asked_together_the_newest_first_and_each_trajectory_once(
         first, second = await ask("a", 1), await ask("b", 1, 2)
         assert scorer.calls == [[(1,)], [(1, 2)]], "two calls at once, no more"
         waiting = [await ask(name, *range(3 + place)) for place, name in enumerate("cdefg")]
-        again = await ask("d", *range(9))
+        again = await ask("d", *range(9), turn=3)
         assert await waiting[1] is None, "d has gone on"
+        assert await (await ask("d", 1, turn=1)) is None, "it comes late"
         scorer.gates[0].set()
         assert await first == 1.0
         await asyncio.sleep(0)
@@ -123,7 +124,9 @@ def test_what_cannot_be_scored_fails_and_the_next_is_asked() -> None:
     async def scenario() -> None:
         scorer = SlowScorer()
         questions = Questions(scorer.score, most=1)
-        asked = [asyncio.create_task(questions.ask(name, [token])) for name, token in (("a", 99), ("b", 98), ("c", 97))]
+        asked = [
+            asyncio.create_task(questions.ask(name, 1, [token])) for name, token in (("a", 99), ("b", 98), ("c", 97))
+        ]
         while len(scorer.calls) < 3:
             await asyncio.sleep(0)
             for gate in scorer.gates:

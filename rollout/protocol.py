@@ -165,11 +165,11 @@ class PredictRequest(Record, frozen=True, kw_only=True):
     turn: int
     """Turns that have ended."""
     token_ids: list[int]
-    """Prompt and everything after it, up to the end of that turn."""
+    """Prompt and everything after it, up to the end of that turn; of a long context what the predictor reads of it."""
 
 
 class PredictReply(Record, frozen=True, kw_only=True):
-    """None: there is no trained model yet."""
+    """None: there is no trained model yet, or the trajectory has asked again since."""
 
     remaining_tokens: float | None
 

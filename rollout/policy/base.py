@@ -8,6 +8,7 @@ queue), and moves between workers. How slots are given on a worker follows from 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -123,9 +124,11 @@ class Policy:
         self._ended_turn(job)
 
     def estimated(self, trajectory_id: str, turn: int, remaining_tokens: float) -> None:
-        """LengthEstimated. One that a later turn has overtaken, or of an unknown trajectory, is ignored."""
+        """LengthEstimated. One that a later turn has overtaken, of an unknown trajectory, or no number, is ignored."""
         job = self.jobs.get(trajectory_id)
         if job is None or turn != job.turns or job.phase not in (Phase.READY, Phase.TOOL):
+            return
+        if not math.isfinite(remaining_tokens):
             return
         self.lengths.predicted(job, remaining_tokens)
         job.expected_tokens, job.expected_context = self.lengths.estimate(job)

@@ -33,14 +33,14 @@ class CriticalSet:
         self._entries: dict[int, _Entry] = {}
         self._members = 0
         self._tickets = 0
-        self._best: list[tuple[float, int, int]] = []
-        """Heap of (F, order, ticket) of those that are not critical; one with an old ticket is dropped when met."""
-        self._worst: list[tuple[float, int, int]] = []
-        """Heap of (−F, −order, ticket) of the critical ones."""
+        self._best: list[tuple[float, int, int, _Entry]] = []
+        """Heap of (F, order, ticket, entry) of those that are not critical; one with an old ticket is dropped when met.
+        """
+        self._worst: list[tuple[float, int, int, _Entry]] = []
+        """Heap of (−F, −order, ticket, entry) of the critical ones."""
 
     def __contains__(self, group: JobGroup) -> bool:
-        entry = self._entries.get(group.order)
-        return entry is not None and entry.member
+        return group.critical
 
     def __len__(self) -> int:
         return self._members
@@ -62,6 +62,8 @@ class CriticalSet:
         if entry is None:
             return False
         self._members -= entry.member
+        entry.member = group.critical = False
+        entry.ticket = 0
         return True
 
     def settle(self, wanted: int) -> list[JobGroup]:
@@ -81,7 +83,7 @@ class CriticalSet:
         return list(changed.values())
 
     def _flip(self, entry: _Entry, changed: dict[int, JobGroup]) -> None:
-        entry.member = not entry.member
+        entry.member = entry.group.critical = not entry.member
         self._members += 1 if entry.member else -1
         self._push(entry)
         if changed.pop(entry.group.order, None) is None:
@@ -91,23 +93,19 @@ class CriticalSet:
         self._tickets += 1
         entry.ticket = self._tickets
         if entry.member:
-            heapq.heappush(self._worst, (-entry.remaining, -entry.group.order, entry.ticket))
+            heapq.heappush(self._worst, (-entry.remaining, -entry.group.order, entry.ticket, entry))
         else:
-            heapq.heappush(self._best, (entry.remaining, entry.group.order, entry.ticket))
+            heapq.heappush(self._best, (entry.remaining, entry.group.order, entry.ticket, entry))
         for heap in (self._best, self._worst):
             if len(heap) > 64 + 4 * len(self._entries):
-                live = [item for item in heap if self._live(item) is not None]
-                heap[:] = live
+                heap[:] = [item for item in heap if item[3].ticket == item[2]]
                 heapq.heapify(heap)
 
-    def _live(self, item: tuple[float, int, int]) -> _Entry | None:
-        entry = self._entries.get(abs(item[1]))
-        return entry if entry is not None and entry.ticket == item[2] else None
-
-    def _top(self, heap: list[tuple[float, int, int]], *, member: bool) -> _Entry | None:
+    @staticmethod
+    def _top(heap: list[tuple[float, int, int, _Entry]], *, member: bool) -> _Entry | None:
         while heap:
-            entry = self._live(heap[0])
-            if entry is not None and entry.member is member:
+            _, _, ticket, entry = heap[0]
+            if entry.ticket == ticket and entry.member is member:
                 return entry
             heapq.heappop(heap)
         return None
@@ -120,7 +118,7 @@ class CriticalSet:
         """Recount. Raises InvariantError."""
         members = [entry for entry in self._entries.values() if entry.member]
         others = [entry for entry in self._entries.values() if not entry.member]
-        if len(members) != self._members:
+        if len(members) != self._members or not all(e.group.critical is e.member for e in self._entries.values()):
             raise InvariantError(f"{self._members} critical groups are counted, there are {len(members)}")
         if members and others:
             worst, best = max(e.remaining for e in members), min(e.remaining for e in others)

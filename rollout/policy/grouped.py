@@ -123,7 +123,7 @@ class GroupedPolicy(Policy):
         job that is not the longest one gets shorter."""
         left = self._with_tools if self.settings.tool_time else _tokens
         if job is not None and group.longest is not None and group.longest is not job and not self.settings.tool_time:
-            if job.trajectory_id in group.jobs and job.expected_tokens > group.remaining:
+            if job.expected_tokens > group.remaining and job.trajectory_id in group.jobs:
                 group.longest, group.remaining = job, job.expected_tokens
             return
         group.longest = max(group.jobs.values(), key=left)

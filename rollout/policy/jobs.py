@@ -45,6 +45,8 @@ class JobGroup:
     """Known from the first turn on; shared by all its jobs, so counted once on a worker."""
     longest: Job | None = None
     """The unfinished job that `remaining` is measured by."""
+    critical: bool = False
+    """In the critical set, which alone writes it."""
     promoted: bool = False
     """At its last valid weight version, or not started for too long."""
     remaining: float = 0.0

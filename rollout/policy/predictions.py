@@ -16,6 +16,8 @@ from rollout.policy.lengths import Lengths
 _PRIOR_ERROR = 1.0
 """Mean squared error that both are taken to have before anything has ended."""
 _PRIOR_SAMPLES = 8
+_MOST_TOKENS = math.exp(16.0)
+"""No answer counts for more, as no embedded estimate does: sums of KV tokens would lose what is small beside it."""
 _LONGEST_MEMORY = 400
 """Ends that a running mean remembers: policy and predictor change."""
 
@@ -60,7 +62,7 @@ class PredictedLengths:
         self.embedded.observe(job)
 
     def predicted(self, job: Job, remaining_tokens: float) -> None:
-        tokens = max(1.0, remaining_tokens)
+        tokens = min(max(1.0, remaining_tokens), _MOST_TOKENS)
         prediction = self._open.setdefault(job.trajectory_id, _Prediction(tokens, job.output_tokens))
         prediction.tokens, prediction.at = tokens, job.output_tokens
         if job.turns & (job.turns - 1) == 0:

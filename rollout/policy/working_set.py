@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from operator import neg
 
 from envclient.base.errors import InvariantError
 
@@ -35,6 +36,9 @@ class Entry:
     """Not started: it can only be taken while its worker has an opening."""
     member: bool = False
     ticket: int = field(default=0)
+    """Of its present place in the order."""
+    filed: int = field(default=0)
+    """Of the place that its heap knows: the present one, or one before it in the heap."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,12 +119,16 @@ class WorkingSet:
             self.held += held - entry.held
             self.reserved += reserved - entry.reserved
             self.pending += new - entry.new
-        moved = (entry.inside if entry.member else entry.outside) != (inside if entry.member else outside)
-        moved = moved or entry.new is not new
+        before, after = (entry.inside, inside) if entry.member else (entry.outside, outside)
+        other_heap = entry.new is not new
         entry.held, entry.reserved, entry.new = held, reserved, new
         entry.inside, entry.outside = inside, outside
-        if moved:
-            self._push(entry)
+        if other_heap or before != after:
+            self._tickets += 1
+            entry.ticket = self._tickets
+            # One whose turn comes later than its heap knows is moved there when it is met: most never are.
+            if other_heap or (before < after) is entry.member:
+                self._file(entry)
 
     def drop(self, name: str) -> None:
         """The trajectory is gone; idempotent."""
@@ -130,7 +138,7 @@ class WorkingSet:
         if entry.member:
             self._flip(entry)
         self.demand -= entry.held
-        entry.ticket = 0
+        entry.filed = 0
         prompt = self._prompts[entry.shared]
         prompt.entries -= 1
         if not prompt.entries:
@@ -207,22 +215,27 @@ class WorkingSet:
     def _push(self, entry: Entry) -> None:
         self._tickets += 1
         entry.ticket = self._tickets
-        if entry.member:
-            heap, key = self._worst, tuple(-part for part in entry.inside)
-        else:
-            heap, key = (self._best_new if entry.new else self._best), entry.outside
-        heapq.heappush(heap, (key, entry.ticket, entry))
+        self._file(entry)
+
+    def _file(self, entry: Entry) -> None:
+        entry.filed = entry.ticket
+        heap = self._worst if entry.member else (self._best_new if entry.new else self._best)
+        heapq.heappush(heap, _item(entry))
         if len(heap) > 64 + 4 * len(self.entries):
-            heap[:] = [item for item in heap if item[2].ticket == item[1]]
+            heap[:] = [item for item in heap if item[2].filed == item[1]]
             heapq.heapify(heap)
 
     @staticmethod
     def _top(heap: list[tuple[Key, int, Entry]], *, member: bool, new: bool | None) -> Entry | None:
         while heap:
             _, ticket, entry = heap[0]
-            if entry.ticket == ticket and entry.member is member and new in (None, entry.new):
+            if entry.filed != ticket or entry.member is not member or new not in (None, entry.new):
+                heapq.heappop(heap)
+            elif entry.ticket != ticket:
+                entry.filed = entry.ticket
+                heapq.heapreplace(heap, _item(entry))
+            else:
                 return entry
-            heapq.heappop(heap)
         return None
 
     def check_invariants(self) -> None:
@@ -242,3 +255,8 @@ class WorkingSet:
             raise InvariantError(f"working set counts a demand of {self.demand:g}; recounted {demand:g}")
         if sum(entry.new for entry in members) != self.pending:
             raise InvariantError(f"working set counts {self.pending} members that have not started")
+
+
+def _item(entry: Entry) -> tuple[Key, int, Entry]:
+    """As it stands in its heap: the worst member first, the best outsider first; then by ticket."""
+    return (tuple(map(neg, entry.inside)) if entry.member else entry.outside), entry.ticket, entry

@@ -66,11 +66,16 @@ def is_held_out(task_id: str) -> bool:
 
 
 def window(token_ids: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` tokens of a context: what it begins with (the task) and what it ends with (where it stands)."""
+    """At most `limit` tokens of a context: what it begins with (the task) and what it ends with (where it stands).
+
+    What is left out grows in steps of a quarter of `limit`, so that most turns only add to what was read at the turn
+    before, and find it in the engine's prefix cache.
+    """
     if len(token_ids) <= limit:
         return list(token_ids)
-    head = limit // 4
-    return [*token_ids[:head], *token_ids[len(token_ids) - (limit - head) :]]
+    head = step = max(1, limit // 4)
+    begin = -(-(len(token_ids) - (limit - head)) // step) * step
+    return [*token_ids[:head], *token_ids[begin:]]
 
 
 def make_samples(episodes: Iterable[EpisodeRow]) -> list[EpisodeSamples]:

@@ -1,9 +1,9 @@
-"""`python -m rollout.predictor.evaluate --data samples.jsonl --model FOLDER [--json FILE] [--plot FILE]`.
+"""`python -m rollout.predictor.evaluate --data samples.jsonl --model FOLDER [--run RUN] [--json FILE] [--plot FILE]`.
 
 Spearman's correlation between estimates and truth on held-out tasks, by turn. Compared: the predictor; the embedded
 estimator as it stood at that moment of the run; the mean length of the siblings that had finished by then, less what
 was generated; the prompt's length; and the mean (of logs) of predictor and embedded estimate. `--run` adds the seconds
-of its answers and of the tools that ran meanwhile, as that run's workers measured them.
+of the answers against those of tools (`latency`); alone, it takes the run's own episodes for data.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from envclient.base.errors import ConfigError, main_guard
-from envclient.base.files import read_json, write_json_atomic
+from envclient.base.files import write_json_atomic
+from rollout.predictor import latency
 from rollout.predictor.agreement import TurnAgreement, by_turn, table
+from rollout.predictor.collect import collect
 from rollout.predictor.data import EpisodeSamples, TurnSample, read_samples, window
-from rollout.predictor.episodes import FOLDER
 from rollout.predictor.model import LengthModel, load
 
 _BATCH = 32
@@ -87,25 +88,6 @@ def _siblings(turn: TurnSample, usual: float) -> float:
     return (turn.siblings_tokens if turn.siblings else usual) - turn.generated_tokens
 
 
-def latencies(run_dir: Path) -> dict[str, dict[str, float]]:
-    """Worker → its counts and seconds. Raises: ConfigError: the run had no predictor."""
-    paths = sorted((run_dir / FOLDER).glob("worker-*.json"))
-    if not paths:
-        raise ConfigError(f"{run_dir} has no predictor/worker-*.json", "run with rollout.predictor.enabled=true")
-    return {path.stem.removeprefix("worker-"): read_json(path) for path in paths}
-
-
-def latency_line(worker: str, numbers: dict[str, float]) -> str:
-    """One worker's seconds for people."""
-    if "answer_p95_s" not in numbers:
-        return f"worker {worker}: no answer in {numbers.get('asked', 0):.0f} questions"
-    return (
-        f"worker {worker}: answers p50 {1e3 * numbers['answer_p50_s']:.1f} ms, p95 {1e3 * numbers['answer_p95_s']:.1f} "
-        f"ms; tools p50 {1e3 * numbers['tool_p50_s']:.1f} ms; of {numbers['asked']:.0f} questions "
-        f"{numbers.get('in_time', 0):.0f} answered before the tool returned, {numbers.get('used', 0):.0f} in all"
-    )
-
-
 def plot(rows: Sequence[TurnAgreement], path: Path) -> None:
     """Spearman over turns, one line an estimate."""
     import matplotlib
@@ -138,21 +120,27 @@ def plot(rows: Sequence[TurnAgreement], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rollout.predictor.evaluate")
-    parser.add_argument("--data", type=Path, required=True, help="samples of rollout.predictor.collect")
+    parser.add_argument("--data", type=Path, help="samples of rollout.predictor.collect; needed without --run")
     parser.add_argument("--model", type=Path, help="folder of rollout.predictor.train; none: simpler estimates only")
     parser.add_argument("--context-tokens", type=int, default=4096)
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     parser.add_argument("--plot", type=Path, help="PNG to draw")
     parser.add_argument("--run", type=Path, help="run with a predictor, for the seconds of its answers")
     arguments = parser.parse_args(argv)
+    if arguments.data is None and arguments.run is None:
+        raise ConfigError("nothing to evaluate on", "give --data, or --run")
     model = load(arguments.model) if arguments.model is not None else None
-    rows = compare(read_samples(arguments.data), model, arguments.context_tokens)
+    samples = read_samples(arguments.data) if arguments.data is not None else collect([arguments.run])
+    rows = compare(samples, model, arguments.context_tokens)
     report: dict[str, Any] = {"held_out": [asdict(row) for row in rows]}
     print(table(rows))
     if arguments.run is not None:
-        report["workers"] = latencies(arguments.run)
+        report["workers"] = latency.workers(arguments.run)
         for worker, numbers in report["workers"].items():
-            print(latency_line(worker, numbers))
+            print(latency.worker_line(worker, numbers))
+        verdicts = latency.verdicts(samples, report["workers"])
+        report["latency"] = [asdict(verdict) | {"met": verdict.met} for verdict in verdicts]
+        print(*verdicts, sep="\n")
     if arguments.json is not None:
         write_json_atomic(arguments.json, report)
     if arguments.plot is not None:

@@ -32,14 +32,11 @@ class Scorer(Protocol):
 
 
 class TorchScorer:
-    """In a thread of this process: for very small models. What waits meanwhile is computed together."""
+    """In a thread of this process: for very small models."""
 
-    def __init__(self, folder: Path, *, slots: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._slots = slots
         self._model: LengthModel | None = None
-        self._waiting: list[tuple[Sequence[int], asyncio.Future[float]]] = []
-        self._working: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self.load(self._folder)
@@ -50,42 +47,20 @@ class TorchScorer:
         self._model = await asyncio.to_thread(load, folder)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[float]] = [loop.create_future() for _ in sequences]
-        self._waiting += zip(sequences, futures, strict=True)
-        if self._working is None or self._working.done():
-            self._working = asyncio.create_task(self._work())
-        return list(await asyncio.gather(*futures))
-
-    async def _work(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting[: self._slots], self._waiting[self._slots :]
-            model = self._model
-            assert model is not None
-            try:
-                scores = await asyncio.to_thread(model.predict, [sequence for sequence, _ in batch])
-            except Exception as error:
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-                continue
-            for (_, future), score in zip(batch, scores, strict=True):
-                if not future.done():
-                    future.set_result(score)
+        assert self._model is not None
+        return await asyncio.to_thread(self._model.predict, sequences)
 
     async def wait_dead(self) -> str:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
-    async def stop(self) -> None:
-        if self._working is not None:
-            self._working.cancel()
+    async def stop(self) -> None: ...
 
 
 def make_scorer(config: PredictorConfig, folder: Path, *, log: Path, token: str) -> Scorer:
     """The scorer that `rollout.predictor.engine` names, not started yet."""
     if config.engine == "torch":
-        return TorchScorer(folder, slots=config.slots)
+        return TorchScorer(folder)
     from rollout.adapters.sglang_scorer import SglangScorer
 
     return SglangScorer(

@@ -26,6 +26,7 @@ from envclient.base.server import RoleServer
 from envclient.base.wire import endpoint, make_app, token_from_environment
 from rollout.config import PredictorConfig, RolloutConfig
 from rollout.predictor.data import window
+from rollout.predictor.questions import Questions
 from rollout.predictor.refresh import Refresher, current_model
 from rollout.predictor.scorer import Scorer, make_scorer
 from rollout.predictor.settings import check_settings
@@ -43,15 +44,19 @@ class Predictor:
         self._config = config
         self._token = token
         self._scorer: Scorer | None = None
+        self._questions: Questions | None = None
         self._lost = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self.failure = ""
 
     async def predict(self, request: PredictRequest) -> PredictReply:
-        """Remaining output tokens, at least 1; None while there is no model."""
-        if self._scorer is None:
+        """Remaining output tokens, at least 1; None while there is no model, or when the trajectory has gone on."""
+        if self._questions is None:
             return PredictReply(remaining_tokens=None)
-        [score] = await self._scorer.score([window(request.token_ids, self._config.context_tokens)])
+        text = window(request.token_ids, self._config.context_tokens)
+        score = await self._questions.ask(request.trajectory_id, request.turn, text)
+        if score is None:
+            return PredictReply(remaining_tokens=None)
         return PredictReply(remaining_tokens=max(1.0, math.expm1(min(_MOST_LOG, score))))
 
     async def use(self, folder: Path) -> None:
@@ -68,6 +73,7 @@ class Predictor:
             await scorer.stop()
             raise
         self._scorer = scorer
+        self._questions = Questions(scorer.score, most=self._config.slots)
         self._watch = asyncio.create_task(self._watch_scorer(scorer))
         log.info("answering with %s", folder)
 
@@ -82,6 +88,8 @@ class Predictor:
     async def stop(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        if self._questions is not None:
+            self._questions.stop()
         if self._scorer is not None:
             await self._scorer.stop()
 

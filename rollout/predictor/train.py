@@ -67,7 +67,8 @@ def sequences(samples: Iterable[EpisodeSamples], limit: int) -> list[Example]:
         if whole:
             made.append(Example(sample.token_ids[: max(whole)], whole, [target[end] for end in whole]))
         for end in target.keys() - set(whole):
-            made.append(Example(window(sample.token_ids[:end], limit), [limit], [target[end]]))
+            text = window(sample.token_ids[:end], limit)
+            made.append(Example(text, [len(text)], [target[end]]))
     return made
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from envclient.base.errors import WireError
 from envclient.base.wire import Client
+from rollout.predictor.data import window
 from rollout.protocol import PredictReply, PredictRequest
 from rollout.types import LengthEstimated
 
@@ -42,6 +43,7 @@ class Estimates:
 
     Args:
         report: takes the answers.
+        context_tokens: what the predictor reads at most; of a longer context no more is sent.
         timeout_s: seconds after which an answer counts as failed.
         most: questions under way at once; others are skipped.
     """
@@ -51,12 +53,14 @@ class Estimates:
         predictor: Client,
         report: Callable[[LengthEstimated], None],
         *,
+        context_tokens: int,
         timeout_s: float,
         most: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._predictor = predictor
         self._report = report
+        self._context_tokens = context_tokens
         self._timeout_s = timeout_s
         self._most = most
         self._clock = clock
@@ -77,7 +81,8 @@ class Estimates:
             state.counts["skipped"] += 1
             return
         state.counts["asked"] += 1
-        request = PredictRequest(trajectory_id=trajectory_id, turn=turn, token_ids=list(token_ids))
+        text = window(token_ids, self._context_tokens)
+        request = PredictRequest(trajectory_id=trajectory_id, turn=turn, token_ids=text)
         self._under_way += 1
         state.task = asyncio.create_task(self._question(request, state))
         state.task.add_done_callback(self._done)

@@ -82,7 +82,11 @@ class RolloutWorker:
         if predictor is not None:
             asking = config.predictor
             self.estimates = Estimates(
-                predictor, self._mail.report, timeout_s=asking.timeout_s, most=asking.max_questions
+                predictor,
+                self._mail.report,
+                context_tokens=asking.context_tokens,
+                timeout_s=asking.timeout_s,
+                most=asking.max_questions,
             )
         self._loop = AgentLoop(
             agent,

@@ -2,11 +2,16 @@
 
 A world of 64 workers whose KV is short: trajectories take turns (as many as SWE agents take), end, are sealed, trained
 and replaced; each makes an event every 5 s, and the clock ticks every second. Before the measurement a fast-forward
-(few turns that append much) brings every trajectory to another age and fills the engines. Only CPU time inside `handle`
-counts: other processes on the machine do not.
+(few turns that append much) brings every trajectory to another age and fills the engines, and two events of each let
+the policy settle. Only CPU time inside `handle` counts: other processes on the machine do not, but for the caches that
+they share with it.
 
 `events_per_s` and `p99_us` are those with 8,192 open trajectories under the slowest policy; `ratio` is the cost of
-an event with 512 open over the cost with 65,536 under the steepest one (1: flat; 0.5: it doubled).
+an event with 512 open over the cost with 65,536 under the steepest one (1: flat; 0.5: it doubled). What happens in a
+world changes with its age (young ones change more classes), so both are measured over the same age: the small one in
+many fresh worlds, each over as many events of a trajectory as the large one. Workers are as many at every size, so a
+large world's hold more trajectories each, and a policy may have more to decide about them: `commands_per_event` tells
+that from a slower event.
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ import gc
 import random
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -65,10 +70,14 @@ KV_TOKENS = 6_000
 """Of its worker's engine, for each open trajectory, without a host cache: less than half of what they hold."""
 EVENT_S = 5.0
 """Seconds between two events of a trajectory."""
-FAST_EVENTS = 2
-"""Of the fast-forward, for each open trajectory."""
+FAST_EVENTS, SETTLE_EVENTS = 2, 2
+"""Of the fast-forward, and after it, for each open trajectory."""
 SMALL, TYPICAL, LARGE = SIZES = 512, 8192, 65536
 ROUNDS = 5
+SMALL_WORLDS = 8
+"""In each round."""
+QUICK_LARGE = ("paper", "venus")
+"""Policies that `--quick` measures with 65,536 too."""
 TICKS = 5
 """That must have passed: `program_aware` checks at every fifth only."""
 
@@ -107,7 +116,7 @@ class Playing:
 class Steady:
     """Feeds a dispatcher with `trajectories` open, and as many that wait for a place or for their siblings."""
 
-    def __init__(self, policy: str, trajectories: int) -> None:
+    def __init__(self, policy: str, trajectories: int, seed: int) -> None:
         self.config = DispatcherConfig(
             group_size=GROUP,
             batch=trajectories // GROUP,
@@ -120,7 +129,7 @@ class Steady:
             policy=PolicySettings(name=policy),
         )
         self.dispatcher = Dispatcher(self.config)
-        self.random = random.Random(0)
+        self.random = random.Random(seed)
         self.now = 0.0
         self.version = 0
         self.prompts = 0
@@ -134,6 +143,8 @@ class Steady:
         self.costs_ns: list[int] = []
         """Of every event but ticks, whose number is a matter of time."""
         self.ticks_ns: list[int] = []
+        self.commands = 0
+        """Of the events in `costs_ns`."""
         self.send(RunStarted(version=0))
         for number in range(WORKERS):
             joined = WorkerJoined(
@@ -153,9 +164,20 @@ class Steady:
             self.now += self.event_s
             began = time.thread_time_ns()
             commands = self.dispatcher.handle(event, self.now)
-            (self.ticks_ns if isinstance(event, Tick) else self.costs_ns).append(time.thread_time_ns() - began)
+            cost_ns = time.thread_time_ns() - began
+            if isinstance(event, Tick):
+                self.ticks_ns.append(cost_ns)
+            else:
+                self.costs_ns.append(cost_ns)
+                self.commands += len(commands)
             for command in commands:
                 self.obey(command)
+
+    def forget(self) -> None:
+        """Begin to measure anew."""
+        self.costs_ns.clear()
+        self.ticks_ns.clear()
+        self.commands = 0
 
     def obey(self, command: AnyCommand) -> None:
         match command:
@@ -233,73 +255,98 @@ class Steady:
             )
 
 
-def settled(policy: str, trajectories: int) -> Steady:
-    """A world with `trajectories` open, after the fast-forward."""
-    world = Steady(policy, trajectories)
-    for pace, plays in ((FAST, FAST_EVENTS * trajectories), (REAL, trajectories // 4)):
+def settled(policy: str, trajectories: int, seed: int) -> Steady:
+    """A world with `trajectories` open, ready to be measured."""
+    world = Steady(policy, trajectories, seed)
+    for pace, plays in ((FAST, FAST_EVENTS * trajectories), (REAL, SETTLE_EVENTS * trajectories)):
         world.pace = pace
         for _ in range(plays):
             world.play()
     world.dispatcher.audit()
-    world.costs_ns.clear()
-    world.ticks_ns.clear()
+    world.forget()
     return world
 
 
-def measure(policy: str, events: int) -> dict[int, dict[str, float]]:
-    """The policy at every size: rounds in turn, so that whatever else the machine does meets all sizes alike.
+@dataclass(slots=True)
+class Measured:
+    """One policy at one size."""
 
-    The mean is that of the best round (the least disturbed one), plus the mean tick by the share of events that ticks
-    are; the percentiles are those of all rounds.
-    """
-    worlds = {trajectories: settled(policy, trajectories) for trajectories in SIZES}
-    rounds: dict[int, list[float]] = {trajectories: [] for trajectories in SIZES}
-    gc.collect()
-    gc.freeze()
-    for number in range(ROUNDS):
-        for trajectories, world in worlds.items():
-            done = len(world.costs_ns)
-            last = number == ROUNDS - 1
-            while len(world.costs_ns) < done + events // ROUNDS or (last and len(world.ticks_ns) < TICKS):
+    world: Steady
+    """The latest one."""
+    costs_ns: list[int] = field(default_factory=list)
+    ticks_ns: list[int] = field(default_factory=list)
+    commands: int = 0
+    rounds_ns: list[float] = field(default_factory=list)
+
+    def round(self, worlds: Iterable[Steady], events: int, ticks: int) -> None:
+        """Play as many events in every world, and until so many ticks have passed in all rounds."""
+        done = len(self.costs_ns)
+        for world in worlds:
+            self.world = world
+            while len(world.costs_ns) < events or len(self.ticks_ns) + len(world.ticks_ns) < ticks:
                 world.play()
-            rounds[trajectories].append(fmean(world.costs_ns[done:]))
-    gc.unfreeze()
-    rows = {}
-    for trajectories, world in worlds.items():
-        world.dispatcher.audit()
-        tick_ns = fmean(world.ticks_ns)
-        costs = sorted(world.costs_ns)
-        mean_us = (min(rounds[trajectories]) + tick_ns * world.event_s) / 1e3
-        rows[trajectories] = {
-            "open": len(world.open),
-            "parked": sum(job.parked for job in world.open.values()),
+            self.costs_ns += world.costs_ns
+            self.ticks_ns += world.ticks_ns
+            self.commands += world.commands
+            world.forget()
+        self.rounds_ns.append(fmean(self.costs_ns[done:]))
+
+    def row(self) -> dict[str, float]:
+        """The mean is that of the best round (the least disturbed one), plus the mean tick by the share of events that
+        ticks are; the percentiles are those of all rounds."""
+        tick_ns = fmean(self.ticks_ns)
+        costs = sorted(self.costs_ns)
+        mean_us = (min(self.rounds_ns) + tick_ns * self.world.event_s) / 1e3
+        return {
+            "open": len(self.world.open),
+            "parked": sum(job.parked for job in self.world.open.values()),
             "events": len(costs),
+            "commands_per_event": self.commands / len(costs),
             "events_per_s": 1e6 / mean_us,
             "mean_us": mean_us,
-            "slowest_round_us": max(rounds[trajectories]) / 1e3,
+            "slowest_round_us": max(self.rounds_ns) / 1e3,
             "p50_us": costs[len(costs) // 2] / 1e3,
             "p99_us": costs[int(len(costs) * 0.99)] / 1e3,
             "max_us": costs[-1] / 1e3,
-            "ticks": len(world.ticks_ns),
+            "ticks": len(self.ticks_ns),
             "tick_us": tick_ns / 1e3,
         }
-    return rows
+
+
+def measure(policy: str, events: int, sizes: Sequence[int]) -> dict[int, dict[str, float]]:
+    """The policy at every size: rounds in turn, so that whatever else the machine does meets all sizes alike."""
+    found = {trajectories: Measured(settled(policy, trajectories, seed=0)) for trajectories in sizes}
+    gc.collect()
+    gc.freeze()
+    for number in range(ROUNDS):
+        ticks = TICKS if number == ROUNDS - 1 else 0
+        for trajectories, measured in found.items():
+            if trajectories == SMALL:
+                seeds = range(1 + number * SMALL_WORLDS, 1 + (number + 1) * SMALL_WORLDS)
+                measured.round((settled(policy, SMALL, seed) for seed in seeds), events * SMALL // LARGE, ticks)
+            else:
+                measured.round([measured.world], events // ROUNDS, ticks)
+    gc.unfreeze()
+    for measured in found.values():
+        measured.world.dispatcher.audit()
+    return {trajectories: measured.row() for trajectories, measured in found.items()}
 
 
 def run(quick: bool, say: Say) -> dict[str, Any]:
-    """Every live policy at three sizes; `--quick` measures 30,000 events each instead of 150,000."""
-    events = 30_000 if quick else 150_000
+    """Every live policy at three sizes. `--quick` plays fewer events, and the largest size for two policies only."""
+    events = 65_536 if quick else 163_840
     found: dict[str, dict[str, Any]] = {}
     for policy in MEASURED:
-        rows = measure(policy, events)
+        sizes = SIZES if policy in QUICK_LARGE or not quick else (SMALL, TYPICAL)
+        rows = measure(policy, events, sizes)
         for trajectories, row in rows.items():
-            say(f"{policy} {trajectories}: {row['events_per_s']:.0f} events/s, p99 {row['p99_us']:.0f} µs")
-        found[policy] = {
-            "ratio": rows[SMALL]["mean_us"] / rows[LARGE]["mean_us"],
-            "sizes": {str(trajectories): row for trajectories, row in rows.items()},
-        }
+            speed = f"{row['events_per_s']:.0f} events/s, p99 {row['p99_us']:.0f} µs"
+            say(f"{policy} {trajectories}: {speed}, {row['commands_per_event']:.2f} commands an event")
+        found[policy] = {"sizes": {str(trajectories): row for trajectories, row in rows.items()}}
+        if LARGE in rows:
+            found[policy]["ratio"] = rows[SMALL]["mean_us"] / rows[LARGE]["mean_us"]
     slowest = min(found, key=lambda name: float(found[name]["sizes"][str(TYPICAL)]["events_per_s"]))
-    steepest = min(found, key=lambda name: float(found[name]["ratio"]))
+    steepest = min((name for name in found if "ratio" in found[name]), key=lambda name: float(found[name]["ratio"]))
     typical = found[slowest]["sizes"][str(TYPICAL)]
     return {
         "benchmark": "dispatcher",
@@ -313,7 +360,9 @@ def run(quick: bool, say: Say) -> dict[str, Any]:
             "workers": WORKERS,
             "trajectories": list(SIZES),
             "events": events,
-            "subset": "30,000 of the 150,000 events" if quick else "all",
+            "subset": f"a fifth of the events; 65,536 trajectories under {', '.join(QUICK_LARGE)} only"
+            if quick
+            else "all",
         },
         "policies": found,
     }

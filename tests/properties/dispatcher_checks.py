@@ -19,6 +19,7 @@ from rollout.types import (
     FetchPrompts,
     FinishEval,
     GrantSync,
+    LengthEstimated,
     MoveTrajectory,
     PauseWorker,
     PriorityClass,
@@ -160,6 +161,8 @@ class CheckedWorld:
         CheckedWorld.handled += 1
         commands = self.dispatcher.handle(event, self.now)
         self.log.append((event, self.now, commands))
+        if isinstance(event, LengthEstimated):
+            assert all(isinstance(command, SetClass | MoveTrajectory | StartTrajectory) for command in commands)
         for command in commands:
             self.obey(command)
         self.dispatcher.audit()

@@ -14,6 +14,7 @@ from rollout.types import (
     EvalRequested,
     GroupAcknowledged,
     GroupRequested,
+    LengthEstimated,
     PriorityClass,
     PromptStatus,
     PromptSubmitted,
@@ -135,6 +136,22 @@ class World(CheckedWorld):
             )
         )
         episode.context += 5
+
+    def estimate(self, choice: int, ahead: int, remaining: float) -> None:
+        """The predictor answers about a trajectory that has ever started, or about one that never was.
+
+        An open one's answer comes after what its worker has reported before it, and is about the turn that many beyond
+        its latest; any other one's comes at once.
+        """
+        names = [*self.classes, "nobody"]
+        name = names[choice % len(names)]
+        holder = next((worker for worker in self.workers.values() if name in worker.open), None)
+        turn = holder.open[name].turns + ahead if holder is not None else ahead
+        event = LengthEstimated(trajectory_id=name, turn=turn, remaining_tokens=remaining, latency_s=0.1)
+        if holder is not None:
+            holder.outbox.append(event)
+        else:
+            self.send(event)
 
     def generate(self, worker: Worker, episode: Episode) -> None:
         if self.turn_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -32,6 +33,10 @@ STATUSES = [
 ]
 
 
+ESTIMATES = [0.0, 1.0, 7.0, 40.0, 1000.0, -3.0, 1e9, 1e308, math.inf, -math.inf, math.nan]
+"""Remaining tokens as a predictor might see them; a broken one too."""
+AHEAD = [0, 0, 0, -1, 1]
+"""Turns that an answer is beyond the latest one: late, in time, or of another trajectory."""
 LIVE = [name for name in POLICY_NAMES if name != "oracle"]
 
 
@@ -148,6 +153,12 @@ class AnyWorld(RuleBasedStateMachine):
             self.world.sample(pick)
 
     @precondition(alive)
+    @rule(picks=st.lists(st.tuples(choices, st.sampled_from(AHEAD), st.sampled_from(ESTIMATES)), max_size=8))
+    def estimates(self, picks: list[tuple[int, int, float]]) -> None:
+        for pick, ahead, remaining in picks:
+            self.world.estimate(pick, ahead, remaining)
+
+    @precondition(alive)
     @rule(picks=st.lists(st.tuples(choices, st.sampled_from(STATUSES), rewards), max_size=16))
     def end(self, picks: list[tuple[int, TrajectoryStatus, float]]) -> None:
         for pick, status, reward in picks:
@@ -247,8 +258,8 @@ def test_a_finite_source_is_trained_to_its_end(
     assert sum(len(members) for members in world.sealed.values()) >= counts["accepted"]
 
 
-def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
-    """`moves` random moves in proportions that keep every part of the world busy."""
+def walk(world: World, chance: Random, moves: int, *, benign: bool, estimates: bool = True) -> None:
+    """`moves` random moves in proportions that keep every part of the world busy; `estimates`: a predictor answers."""
 
     newest_first = chance.choice([0.8, 0.97] if benign else [0.0, 0.8, 0.97])  # starves old trajectories
 
@@ -257,6 +268,14 @@ def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
         status = TrajectoryStatus.FINISHED if good else chance.choice(STATUSES)
         pick = -1 if chance.random() < newest_first else chance.randrange(1000)
         world.end(pick, status, chance.choice([0.0, 1.0]))
+
+    def estimate() -> None:
+        recent = max(0, len(world.classes) - 12)
+        world.estimate(
+            chance.randrange(recent, recent + 13) if chance.random() < 0.7 else chance.randrange(1000),
+            chance.choice(AHEAD),
+            chance.choice(ESTIMATES),
+        )
 
     def reports() -> None:
         for _ in range(chance.randint(1, 3)):
@@ -276,6 +295,7 @@ def walk(world: World, chance: Random, moves: int, *, benign: bool) -> None:
     options: list[tuple[float, Callable[[], object]]] = [
         (8, world.deliver_prompt),
         (chance.choice([3, 12]), lambda: world.sample(chance.randrange(1000))),
+        (chance.choice([0, 6]) if estimates else 0, estimate),
         (3 if benign else chance.choice([3, 16]), end),  # rollout or trainer is what the other waits for
         (16, reports),
         (12, lambda: world.replica(chance.randrange(1000))),

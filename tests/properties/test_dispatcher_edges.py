@@ -179,7 +179,7 @@ def test_parked_demoted_and_promoted_ones_mixed_do_not_stand_still(policy: str) 
         room = (1, 25, 60)[seed % 3]
         here = world(policy, kv_tokens=room, async_factor=2.0, max_trajectories=6, group_size=4, deadline_s=1e4)
         for part in range(10):
-            walk(here, Random(10 * seed + part), 60, benign=True)
+            walk(here, Random(10 * seed + part), 60, benign=True, estimates=False)
             here.tick(5.0)
         here.lose(seed)
         here.join()

@@ -191,6 +191,18 @@ def test_a_window_keeps_both_ends() -> None:
     assert window(list(range(100)), 8) == [0, 1, 94, 95, 96, 97, 98, 99]
 
 
+def test_a_growing_windows_prefix_stays() -> None:
+    """Three of four turns of a long episode read what the turn before read, and go on from there."""
+    text, limit, kept = list(range(1000)), 64, 0
+    read = window(text[:100], limit)
+    for end in range(104, 1000, 4):
+        before, read = read, window(text[:end], limit)
+        assert read[:16] == text[:16] and read[-1] == text[end - 1]
+        assert limit // 2 < len(read) <= limit
+        kept += read[: len(before)] == before
+    assert kept == 225 * 3 // 4
+
+
 def test_collect_writes_what_train_and_evaluate_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path)
     run.play("p0.0.0.0")

@@ -7,6 +7,7 @@ from typing import Any
 
 from envclient.base.errors import WireError
 from rollout.policy.slots import make_slots
+from rollout.predictor.data import window
 from rollout.protocol import PredictReply, PredictRequest
 from rollout.types import LengthEstimated, Trajectory, TurnEnded
 from rollout.worker.agent_loop import AgentLoop
@@ -41,13 +42,14 @@ class ToyPredictor:
 class Scene:
     """One episode of three turns on a scripted engine, with a predictor that may do anything."""
 
-    def __init__(self, mode: str = "answers", *, most: int = 8) -> None:
+    def __init__(self, mode: str = "answers", *, most: int = 8, context_tokens: int = 200) -> None:
         self.now = 0.0
         self.predictor = ToyPredictor(mode)
         self.reports: list[Any] = []
         self.estimates = Estimates(
             self.predictor,  # type: ignore[arg-type]
             self.reports.append,
+            context_tokens=context_tokens,
             timeout_s=1.0,
             most=most,
             clock=lambda: self.now,
@@ -89,6 +91,14 @@ def test_every_turn_is_asked_about_with_its_context() -> None:
     assert (estimate.trajectory_id, estimate.remaining_tokens) == (trajectory.trajectory_id, 95.0)
     asked, used, _, lost = counts(trajectory)
     assert asked == 3.0 and used + lost == 3.0
+
+
+def test_of_a_long_context_only_what_is_read_is_sent() -> None:
+    scene = Scene(context_tokens=8)
+    trajectory = scene.play()
+    ids = trajectory.prompt_ids + trajectory.response_ids
+    assert [q.token_ids for q in scene.predictor.asked] == [ids[:5], window(ids[:11], 8), window(ids[:17], 8)]
+    assert all(len(q.token_ids) <= 8 for q in scene.predictor.asked)
 
 
 def test_nobody_waits_for_a_predictor_that_hangs() -> None:

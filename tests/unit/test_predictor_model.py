@@ -16,7 +16,8 @@ from scipy import stats
 from transformers import Qwen3Config, Qwen3Model
 
 from envclient.base.errors import ConfigError
-from rollout.predictor import evaluate, train
+from envclient.base.files import write_json_atomic
+from rollout.predictor import evaluate, latency, train
 from rollout.predictor.agreement import by_turn, spearman
 from rollout.predictor.data import EpisodeSamples, make_samples, window, write_samples
 from rollout.predictor.evaluate import compare, predict
@@ -78,7 +79,9 @@ def test_a_forward_pass_serves_all_turns_of_an_episode(samples: list[EpisodeSamp
     assert alone == pytest.approx(at_ends.tolist(), abs=1e-5)
     # Beyond the window each turn is an input of its own, cut in the middle.
     cut = sequences([some], 16)
-    assert [len(item.token_ids) for item in cut if item.ends == [16]] == [16] * (len(cut) - 1)
+    ends = [end for end in whole.ends if end > 16]
+    assert sorted(item.token_ids[-1] for item in cut[1:]) == sorted(some.token_ids[end - 1] for end in ends)
+    assert all(8 < len(item.token_ids) == item.ends[-1] <= 16 for item in cut[1:])
     assert sum(len(item.ends) for item in cut) == len(some.turns)
     assert {tuple(item.token_ids[:4]) for item in cut} == {tuple(some.token_ids[:4])}
 
@@ -131,6 +134,32 @@ def test_rows_are_by_turn_and_over_all() -> None:
     assert [(row.turn, row.samples) for row in rows] == [("0", 25), ("1", 25), ("all", 60)], "turn 2 has too few"
     assert rows[0].spearman == {"right": 1.0, "wrong": pytest.approx(-1.0)}
     assert rows[0].log_error["right"] == 0.0
+
+
+def test_seconds_of_answers_stand_against_each_kind_of_tool(
+    samples: list[EpisodeSamples], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run's predictor is slower than its own tools, faster than those on real repositories."""
+    numbers = {"asked": 9.0, "used": 8.0, "in_time": 1.0, "answer_p50_s": 0.01, "answer_p95_s": 0.02}
+    numbers |= {"tool_p50_s": 0.0005, "tool_p95_s": 0.001}
+    (tmp_path / "predictor").mkdir()
+    write_json_atomic(tmp_path / "predictor" / "worker-w0.json", numbers)
+    data, report = tmp_path / "samples.jsonl", tmp_path / "report.json"
+    write_samples(samples, data)
+    assert evaluate.main(["--data", str(data), "--run", str(tmp_path), "--json", str(report)]) == 0
+    said = capsys.readouterr().out
+    assert "predictor of worker w0: p95 20 ms is NOT below the median of worker w0's tools, 0.5 ms" in said
+    assert "predictor of worker w0: p95 20 ms is below the median of SWE tools as measured, 35 ms" in said
+    rows = {(row["answers"], row["tools"]): row for row in json.loads(report.read_text())["latency"]}
+    assert len(rows) == 6 == said.count("the median of")
+    embedded = rows["embedded estimate", "worker w0's tools"]
+    assert embedded["met"] and embedded["p95_s"] > 1e-7
+    simulated = rows["predictor of worker w0", "SWE tools as simulated"]
+    assert 0.05 < simulated["tool_median_s"] < 0.2
+    assert 0.9 < simulated["outlasting"] < 1.0
+    assert latency.worker_line("w1", {"asked": 3.0}) == "worker w1: no answer in 3 questions"
+    with pytest.raises(ConfigError, match="--data, or --run"):
+        evaluate.main([])
 
 
 def test_train_and_evaluate_as_a_person_runs_them(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3Model
 
-from envclient.base.errors import ConfigError, VenusError
+from envclient.base.errors import ConfigError, VenusError, WireError
 from envclient.base.files import read_json, write_json_atomic
 from rollout.config import PredictorConfig
 from rollout.predictor.model import LengthModel, load
+from rollout.predictor.questions import Questions
 from rollout.predictor.refresh import Refresher, current_model, newest_checkpoint
-from rollout.predictor.scorer import TorchScorer
 from rollout.predictor.serve import Predictor
 from rollout.predictor.settings import check_settings
 from rollout.protocol import PredictRequest
@@ -43,8 +44,8 @@ def saved(folder: Path, seed: int) -> LengthModel:
     return load(folder)
 
 
-def question(ids: list[int]) -> PredictRequest:
-    return PredictRequest(trajectory_id="p0.0.0.0", turn=1, token_ids=ids)
+def question(ids: list[int], trajectory_id: str = "p0") -> PredictRequest:
+    return PredictRequest(trajectory_id=trajectory_id, turn=1, token_ids=ids)
 
 
 def test_it_answers_with_its_model_on_the_window_and_with_the_next_one_after_a_swap(tmp_path: Path) -> None:
@@ -61,7 +62,8 @@ def test_it_answers_with_its_model_on_the_window_and_with_the_next_one_after_a_s
         assert (await predictor.predict(question(short))).remaining_tokens is None
         for folder, model in (("a", first), ("b", second)):
             await predictor.use(tmp_path / folder)
-            replies = await asyncio.gather(*[predictor.predict(question(ids)) for ids in [long, short] * 4])
+            asked = [question(ids, f"p{place}") for place, ids in enumerate([long, short] * 4)]
+            replies = await asyncio.gather(*map(predictor.predict, asked))
             assert [r.remaining_tokens for r in replies] == pytest.approx(wanted(model) * 4, rel=1e-4)
         await predictor.stop()
 
@@ -69,17 +71,69 @@ def test_it_answers_with_its_model_on_the_window_and_with_the_next_one_after_a_s
     assert wanted(first) != pytest.approx(wanted(second), rel=0.01)
 
 
-def test_an_input_that_cannot_be_scored_fails_alone(tmp_path: Path) -> None:
-    saved(tmp_path, 0)
+class SlowScorer:
+    """Takes the scorer's place: answers the inputs' lengths when it is told to."""
 
+    def __init__(self) -> None:
+        self.calls: list[list[Sequence[int]]] = []
+        self.gates: list[asyncio.Event] = []
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        self.calls.append(list(sequences))
+        self.gates.append(asyncio.Event())
+        await self.gates[-1].wait()
+        if [99] in sequences:
+            raise WireError("no such token")
+        return [float(len(sequence)) for sequence in sequences]
+
+
+def test_questions_are_asked_together_the_newest_first_and_each_trajectory_once() -> None:
     async def scenario() -> None:
-        scorer = TorchScorer(tmp_path, slots=1)
-        await scorer.start()
-        good, bad = asyncio.ensure_future(scorer.score([[1, 2]])), asyncio.ensure_future(scorer.score([[99]]))
-        with pytest.raises(IndexError):
-            await bad
-        assert len(await good) == 1
-        await scorer.stop()
+        scorer = SlowScorer()
+        questions = Questions(scorer.score, most=3)
+
+        async def ask(name: str, *token_ids: int, turn: int = 2) -> asyncio.Task[float | None]:
+            task = asyncio.create_task(questions.ask(name, turn, token_ids))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return task
+
+        first, second = await ask("a", 1), await ask("b", 1, 2)
+        assert scorer.calls == [[(1,)], [(1, 2)]], "two calls at once, no more"
+        waiting = [await ask(name, *range(3 + place)) for place, name in enumerate("cdefg")]
+        again = await ask("d", *range(9), turn=3)
+        assert await waiting[1] is None, "d has gone on"
+        assert await (await ask("d", 1, turn=1)) is None, "it comes late"
+        scorer.gates[0].set()
+        assert await first == 1.0
+        await asyncio.sleep(0)
+        assert [len(sequence) for sequence in scorer.calls[2]] == [9, 7, 6], "the newest three"
+        assert not second.done() and len(scorer.calls) == 3
+        for gate in scorer.gates:
+            gate.set()
+        assert [await again, await waiting[4], await waiting[3], await second] == [9.0, 7.0, 6.0, 2.0]
+        await asyncio.sleep(0)
+        assert [len(sequence) for sequence in scorer.calls[3]] == [5, 3]
+        scorer.gates[3].set()
+        assert [await waiting[0], await waiting[2]] == [3.0, 5.0]
+
+    run(scenario())
+
+
+def test_what_cannot_be_scored_fails_and_the_next_is_asked() -> None:
+    async def scenario() -> None:
+        scorer = SlowScorer()
+        questions = Questions(scorer.score, most=1)
+        asked = [
+            asyncio.create_task(questions.ask(name, 1, [token])) for name, token in (("a", 99), ("b", 98), ("c", 97))
+        ]
+        while len(scorer.calls) < 3:
+            await asyncio.sleep(0)
+            for gate in scorer.gates:
+                gate.set()
+        with pytest.raises(WireError):
+            await asked[0]
+        assert [await asked[1], await asked[2]] == [1.0, 1.0]
 
     run(scenario())
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from envclient.base.errors import InvariantError
 from rollout.policy.base import HIGH, LOW, PARKED
 from rollout.policy.grouped import GroupedPolicy, bucket
 from rollout.policy.jobs import Job, JobGroup, Move, Phase, WorkerView
@@ -40,6 +41,8 @@ class VenusPolicy(GroupedPolicy):
         super().__init__(settings, limits, lengths)
         self._sets: dict[str, WorkingSet] = {}
         self._dirty: set[str] = set()
+        self._short: set[str] = set()
+        """Workers that have no room for some of theirs."""
         self._keyed: dict[int, Key] = {}
         """Group → its part of the keys, as its jobs carry it."""
 
@@ -59,6 +62,7 @@ class VenusPolicy(GroupedPolicy):
         super().lose(name)
         self._sets.pop(name, None)
         self._dirty.discard(name)
+        self._short.discard(name)
 
     # ------------------------------------------------------------------------------------------------------ hooks
 
@@ -171,22 +175,25 @@ class VenusPolicy(GroupedPolicy):
                 else:
                     room = f"{working.reserved:.0f} tokens are reserved on {name}"
                     self._set(job, PARKED, cause=f"no room: {room}; {self.why(job.group)}")
+            if working.outsiders:
+                self._short.add(name)
+            else:
+                self._short.discard(name)
         self._dirty.clear()
-        self._share()
+        if self._short and len(self._short) < len(self._sets) and self.settings.migration and not self.moves:
+            self._share()
 
     def _share(self) -> None:
         """A worker for which nobody waits takes one that waits elsewhere: the longest queue ends the batch. [R]
 
         Whoever is parked has lost its KV to others, or soon will, so that little is lost by the move.
         """
-        if self.moves or not self.settings.migration:
-            return
+        source = max(self._sets.values(), key=lambda working: working.outsiders)
+        first = [(entry, self.jobs[entry.name]) for entry in source.first_outsiders()]
         for name, working in self._sets.items():
-            if working.outsiders or not self.workers[name].kv_tokens:
+            if name in self._short or not self.workers[name].kv_tokens:
                 continue
-            source = max(self._sets, key=lambda other: self._sets[other].outsiders)
-            for entry in self._sets[source].first_outsiders():
-                job = self.jobs[entry.name]
+            for entry, job in first:
                 if self._may_go(job, self.workers[name]) and working.fits(entry.reserved, self._prompt(job.group)):
                     self.moves.append(Move(job=job, to=name, cause=f"parked here, and nobody waits on {name}"))
                     return
@@ -241,6 +248,9 @@ class VenusPolicy(GroupedPolicy):
         super().check_invariants()
         for working in self._sets.values():
             working.check_invariants()
+        short = {name for name, working in self._sets.items() if working.outsiders}
+        if not self._dirty and short != self._short:
+            raise InvariantError(f"short of room are {sorted(self._short)}, recounted {sorted(short)}")
 
 
 class OraclePolicy(VenusPolicy):

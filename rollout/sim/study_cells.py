@@ -10,16 +10,18 @@ import msgspec
 from rollout.sim.config import PRESETS
 
 TUNED = {
-    "action": "action",
-    "trajectory": "trajectory",
-    "fcfs_priority": "fcfs_priority",
-    "longest_first": "longest_first",
-    "program_aware": "program_aware",
-    "program_aware_plus": "program_aware_plus",
-    "paper": "paper",
+    "action": "action:engine.slots=24",
+    "trajectory": "trajectory:engine.slots=16",
+    "fcfs_priority": "fcfs_priority:engine.slots=24",
+    "longest_first": "longest_first:engine.slots=12",
+    "program_aware": "program_aware:buffer_tokens=1000",
+    "program_aware_plus": "program_aware_plus:buffer_tokens=4000",
+    "paper": "paper:order=admission",
 }
 """Policy → the label of its best setting in `study/tune.jsonl`; its name where that was not run."""
-LIVE = tuple(TUNED.values())
+PLAIN = ("trajectory", "longest_first")
+"""With the engine's 64 slots too: fewer help where KV is short, and cost where it is not."""
+LIVE = tuple(dict.fromkeys((*TUNED.values(), *PLAIN)))
 """What `venus` is compared with."""
 OURS, ORACLE = "venus", "oracle"
 NO_LIMITS = "action:engine.kv_tokens=100000000:engine.slots=4096"

@@ -12,6 +12,7 @@ from rollout.sim.study_cells import (
     ORACLE,
     OURS,
     PARAMETERS,
+    PLAIN,
     SANDBOXES,
     SLOTS,
     STEPS,
@@ -138,7 +139,8 @@ def _targets(results: Results, full: bool) -> str:
 
 def _name(label: str) -> str:
     """Of the policy: its setting is that of the tuning's table."""
-    return label.partition(":")[0]
+    name = label.partition(":")[0]
+    return f"{name}, 64 slots" if label in PLAIN and label != TUNED[label] else name
 
 
 def _yes(fact: bool) -> str:

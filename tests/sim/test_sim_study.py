@@ -111,7 +111,7 @@ def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> Non
     assert results.ratio(Cell(), OURS, "paper") == 1.0
     assert results.middle(Cell(), OURS) == 20.0 and results.values(Cell(), OURS) == [10.0, 20.0, 30.0]
     assert not results.counts(Cell(), "action")
-    assert results.rivals(Cell(), LIVE) == [(1.0, "paper")]
+    assert results.rivals(Cell(), ("action", "paper")) == [(1.0, "paper")]
     none = Cell(l2="none")
     bounded = Results([*rows, _row(ORACLE, 25.0), _row(NO_LIMITS, 50.0, cell=none)])
     assert bounded.bounds(Cell()) == (2.5, 5.0)

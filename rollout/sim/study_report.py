@@ -379,7 +379,7 @@ def _tuning(rows: Sequence[Row]) -> str:
 `python -m rollout.sim.study --tune`: {len(rows)} runs, seeds {", ".join(map(str, SEEDS))} (no other table uses them),
 {hours:.1f} hours of CPU. Each policy has {each} settings of its keys and of the engine's slots, in the same cells:
 hours of the first one ÷ its own, and their geometric mean. The study uses the best (bold) of all but `venus`, in all
-cells (of two also the engine's 64 slots), and `venus` as it is configured. The rules of `venus` were themselves found on seeds from
-100 on, with simulations beyond these; its first setting is what came of that.
+cells (of two also the engine's 64 slots), and `venus` as it is configured. The rules of `venus` were themselves found
+on seeds from 100 on, with simulations beyond these; its first setting is what came of that.
 
 {table(["policy", "setting", "mean", *cells], lines)}"""

@@ -136,8 +136,9 @@ class PolicyConfig:
     tool calls; `fcfs_priority`: oldest groups are critical; `longest_first`: Heddle's; `program_aware`: ThunderAgent's,
     as published; `program_aware_plus`: the same with promotion and group placement; `paper`: VenusRL as described;
     `venus`: a sticky working set per worker; `oracle`: `venus` with true lengths, in simulations only."""
-    order: str = "length"
-    """paper, venus: which groups are critical: `length` (expected to end first) or `admission` (oldest)."""
+    order: str = "auto"
+    """paper, venus: which groups are critical: `length` (expected to end first) or `admission` (oldest); `auto`: venus
+    by admission, paper by length."""
     hysteresis: float = 0.95
     """0 to 1: a group replaces a critical one only if its F_g is below this share of the other's."""
     tool_time: bool = False
@@ -157,7 +158,7 @@ class PolicyConfig:
     """venus: share (0 to 1) of a trajectory's expected growth that is reserved for it from the start."""
     growth_tokens: int = 1000
     """Tokens of growth expected of a context before any length was measured."""
-    move_gap: float = 0.25
+    move_gap: float = 0.1
     """Smallest difference (share of KV capacity) in load between two workers that is worth a move."""
     interval_s: float = 5.0
     """program_aware: seconds between its checks (ThunderAgent's default)."""

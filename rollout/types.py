@@ -29,7 +29,7 @@ POLICY_NAMES = (
 )
 """Whole scheduling policies: see `rollout.policy.registry`."""
 
-POLICY_ORDERS = ("admission", "length")
+POLICY_ORDERS = ("auto", "admission", "length")
 
 POLICY_RANGES: dict[str, tuple[float, float]] = {
     "hysteresis": (0.01, 1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from envclient.base.errors import InvariantError
 from rollout.policy.base import HIGH, LOW, Policy
@@ -26,10 +27,13 @@ class GroupedPolicy(Policy):
     """
 
     wants_turns = True
+    own_order: ClassVar[str] = "length"
+    """What `order=auto` means."""
 
     def __init__(self, settings: PolicySettings, limits: PolicyLimits, lengths: Lengths) -> None:
         super().__init__(settings, limits, lengths)
-        self.by_admission = settings.order == "admission"
+        order = self.own_order if settings.order == "auto" else settings.order
+        self.by_admission = order == "admission"
         self.critical = CriticalSet(1.0 if self.by_admission else settings.hysteresis)
         self._promoted: set[int] = set()
         """Promoted groups with unfinished jobs, by order."""

@@ -15,7 +15,7 @@ class PolicySettings(Record, frozen=True):
     """Names and meanings are those of `rollout.config.PolicyConfig`."""
 
     name: str = "action"
-    order: str = "length"
+    order: str = "auto"
     hysteresis: float = 0.95
     tool_time: bool = False
     priority: bool = True
@@ -25,7 +25,7 @@ class PolicySettings(Record, frozen=True):
     fill: float = 0.0
     reserve: float = 0.25
     growth_tokens: int = 1000
-    move_gap: float = 0.25
+    move_gap: float = 0.1
     interval_s: float = 5.0
     buffer_tokens: int = 100
     acting_decay: bool = False

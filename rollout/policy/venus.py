@@ -1,10 +1,11 @@
 """PURE: a sticky working set per worker, ours: nothing is started whose KV would push out what runs.
 
 Order: promoted groups, critical ones, the rest; inside a class that of admission; inside a group the longest remaining
-first. A member leaves only for a better class, or when what is held does not fit any more: whoever changes places had
-its KV made for nothing, and is one more context to recompute after every sync. What is not in the set is PARKED: not
-started, or not given another turn, whatever slots are free. Class, membership and (in the engine) tier come from this
-one rule. [R]
+first. Critical are the oldest groups (`order`): estimates change, and whoever was started and is then passed over is
+one more context to recompute after every sync. A member leaves only for a better class, or when what is held does not
+fit any more: whoever changes places had its KV made for nothing. What is not in the set is PARKED: not started, or not
+given another turn, whatever slots are free. A worker for which nobody waits takes one that waits elsewhere. Class,
+membership and (in the engine) tier come from this one rule. [R]
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from envclient.base.errors import InvariantError
 from rollout.policy.base import HIGH, LOW, PARKED
 from rollout.policy.grouped import GroupedPolicy, bucket
 from rollout.policy.jobs import Job, JobGroup, Move, Phase, WorkerView
@@ -21,20 +23,26 @@ from rollout.policy.working_set import Key, WorkingSet
 
 _FILL = 0.9
 """Of the KV memory, without a host cache: a full pool evicts prefixes that come back soon."""
-_FILL_WITH_HOST = 1.4
+_FILL_WITH_HOST = 1.2
 """With one, an evicted prefix costs a copy only: contexts whose tools run make room for some more. [R: more of them
 raise the decode batch less than their copies and their recompute after a sync cost]"""
+_WORTH_AGAIN = 64.0
+"""Tokens of context that are computed again for each token still to be generated where all of a KV memory less is held:
+a decode step of a full memory takes some 10 ms longer than one of an empty one, prefill of a token 0.1 ms. [R]"""
 
 
 class VenusPolicy(GroupedPolicy):
     """Admission to KV, not to slots, is what is decided."""
 
     slots: ClassVar[str] = "priority"
+    own_order = "admission"
 
     def __init__(self, settings: PolicySettings, limits: PolicyLimits, lengths: Lengths) -> None:
         super().__init__(settings, limits, lengths)
         self._sets: dict[str, WorkingSet] = {}
         self._dirty: set[str] = set()
+        self._short: set[str] = set()
+        """Workers that have no room for some of theirs."""
         self._keyed: dict[int, Key] = {}
         """Group → its part of the keys, as its jobs carry it."""
 
@@ -54,6 +62,7 @@ class VenusPolicy(GroupedPolicy):
         super().lose(name)
         self._sets.pop(name, None)
         self._dirty.discard(name)
+        self._short.discard(name)
 
     # ------------------------------------------------------------------------------------------------------ hooks
 
@@ -131,7 +140,7 @@ class VenusPolicy(GroupedPolicy):
         outside: Key = (*key, -bucket(job.expected_tokens, 1.3))
         # Of a class the shortest context leaves first: it is the cheapest to make again.
         inside: Key = (key[0], key[1], -math.inf, -bucket(job.context_tokens, 1.3))
-        prompt = group.prompt_tokens or self.prompt_tokens
+        prompt = self._prompt(group)
         held = max(0.0, job.context_tokens - prompt) + self.turn_tokens
         growth = max(0.0, job.expected_context - job.context_tokens - self.turn_tokens)
         working.put(
@@ -166,7 +175,37 @@ class VenusPolicy(GroupedPolicy):
                 else:
                     room = f"{working.reserved:.0f} tokens are reserved on {name}"
                     self._set(job, PARKED, cause=f"no room: {room}; {self.why(job.group)}")
+            if working.outsiders:
+                self._short.add(name)
+            else:
+                self._short.discard(name)
         self._dirty.clear()
+        if self._short and len(self._short) < len(self._sets) and self.settings.migration and not self.moves:
+            self._share()
+
+    def _share(self) -> None:
+        """A worker for which nobody waits takes one that waits elsewhere: the longest queue ends the batch. [R]
+
+        Whoever is parked has lost its KV to others, or soon will, so that little is lost by the move.
+        """
+        source = max(self._sets.values(), key=lambda working: working.outsiders)
+        first = [(entry, self.jobs[entry.name]) for entry in source.first_outsiders()]
+        for name, working in self._sets.items():
+            if name in self._short or not self.workers[name].kv_tokens:
+                continue
+            for entry, job in first:
+                if self._may_go(job, self.workers[name]) and working.fits(entry.reserved, self._prompt(job.group)):
+                    self.moves.append(Move(job=job, to=name, cause=f"parked here, and nobody waits on {name}"))
+                    return
+
+    def _may_go(self, job: Job, target: WorkerView) -> bool:
+        """Whether the worker has a place, and the trajectory has not started or can be handed over just now."""
+        here = self.workers[job.worker]
+        movable = job.phase is Phase.NEW or (job.phase is Phase.READY and here.migration and target.migration)
+        return movable and target.open + self._sets[target.name].pending < self.limits.max_trajectories
+
+    def _prompt(self, group: JobGroup) -> float:
+        return group.prompt_tokens or self.prompt_tokens
 
     def _admit(self, job: Job) -> None:
         priority = HIGH if self.is_high(job.group) else LOW
@@ -177,7 +216,7 @@ class VenusPolicy(GroupedPolicy):
         """A pending turn goes where it finds room when it is parked, and where less KV is held when it is not.
 
         The slowest worker's last trajectories end the batch: a decode step costs what its contexts hold. Whoever runs
-        moves only where its KV can be copied to; recomputing it would cost more than the better place gives. [R]
+        moves where its KV can be copied to, or where what it has still to generate is worth computing that again. [R]
         """
         here = self.workers.get(job.worker)
         if here is None or not (self.settings.migration and here.migration and here.kv_tokens):
@@ -185,13 +224,14 @@ class VenusPolicy(GroupedPolicy):
         parked = job.priority is PARKED
         others = [w for w in self.workers.values() if w.migration and w.kv_tokens and w is not here]
         target = min(others, key=lambda worker: self._load(worker, parked), default=None)
-        if target is None or not (parked or target.host_kv_tokens):
+        if target is None:
             return
         tokens = self._sets[here.name].entries[job.trajectory_id].reserved if parked else job.context_tokens
         gap = self._load(here, parked) - self._load(target, parked)
         if (
-            # What the move itself changes: it must not pay to go back.
-            gap > self.settings.move_gap + 2 * tokens / target.kv_tokens
+            # There it must be better off, with itself: then it does not pay to go back.
+            gap > self.settings.move_gap + tokens / target.kv_tokens
+            and (parked or target.host_kv_tokens or tokens < _WORTH_AGAIN * gap * job.expected_tokens)
             and self._sets[target.name].fits(tokens, job.group.prompt_tokens)
             and target.open < self.limits.max_trajectories
         ):
@@ -208,7 +248,12 @@ class VenusPolicy(GroupedPolicy):
         super().check_invariants()
         for working in self._sets.values():
             working.check_invariants()
+        short = {name for name, working in self._sets.items() if working.outsiders}
+        if not self._dirty and short != self._short:
+            raise InvariantError(f"short of room are {sorted(self._short)}, recounted {sorted(short)}")
 
 
 class OraclePolicy(VenusPolicy):
-    """The same with true lengths: the bound that estimates can be compared with."""
+    """The same with true lengths, in the order of the ends: the bound that estimates can be compared with."""
+
+    own_order = "length"

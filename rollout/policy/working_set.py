@@ -174,8 +174,14 @@ class WorkingSet:
         return self._room is None or self.reserved + reserved + prompt_tokens <= self._room
 
     @property
-    def free(self) -> float:
-        return float("inf") if self._room is None else self._room - self.reserved
+    def outsiders(self) -> int:
+        """Trajectories that wait for room here."""
+        return len(self.entries) - self._members
+
+    def first_outsiders(self) -> list[Entry]:
+        """The best outsider that has started and the best one that has not, as far as there are; best first."""
+        tops = [self._top(self._best, member=False, new=False), self._top(self._best_new, member=False, new=True)]
+        return sorted((entry for entry in tops if entry is not None), key=lambda entry: entry.outside)
 
     def _need(self, entry: Entry) -> float:
         prompt = self._prompts[entry.shared]

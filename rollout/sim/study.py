@@ -21,6 +21,7 @@ from rollout.sim.study_plot import draw
 from rollout.sim.study_report import document
 from rollout.sim.study_results import Results
 from rollout.sim.study_runs import code_digest, make_missing, read_rows
+from rollout.sim.study_tune import tuning_runs
 
 HOME = Path(__file__).resolve().parent
 
@@ -32,6 +33,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="a fraction, ≤ 20 minutes on 2 cores with --compile (default)"
     )
     size.add_argument("--full", action="store_true", help="all cells, hours")
+    size.add_argument("--tune", action="store_true", help="the tuning of every policy, about 12 minutes of one core")
     parser.add_argument("--report-only", action="store_true", help="write STUDY.md from the runs that are there")
     parser.add_argument("--folder", type=Path, default=HOME, help="of STUDY.md and study/raw.jsonl")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     if args.processes < 1:
         raise ConfigError(f"--processes is {args.processes}", "give at least 1")
-    raw = args.folder / "study" / "raw.jsonl"
+    raw, tuned = (args.folder / "study" / f"{name}.jsonl" for name in ("raw", "tune"))
     wanted = runs(args.full)
     missing = 0
     if not args.report_only:
@@ -54,14 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The processes that simulate get this process's path, and import the compiled modules.
             sys.path.insert(0, str(compiled_copy(args.compile / code_digest()).resolve()))
         budget_s = None if args.time_budget is None else args.time_budget * 60
-        missing = make_missing(raw, wanted, processes=args.processes, budget_s=budget_s)
+        path, some = (tuned, tuning_runs()) if args.tune else (raw, wanted)
+        missing = make_missing(path, some, processes=args.processes, budget_s=budget_s)
     asked = set(wanted)
     rows = [row for row in read_rows(raw) if row.run in asked]
     if not rows:
         raise ConfigError(f"{raw} has no run of this study", "leave --report-only out")
     code = code_digest() if any(row.code == code_digest() for row in rows) else rows[-1].code
     results = Results([row for row in rows if row.code == code])
-    text = document(results, full=args.full, wanted=len(wanted), machine=results.rows[-1].machine)
+    tuning = read_rows(tuned)
+    text = document(results, full=args.full, wanted=len(wanted), machine=results.rows[-1].machine, tuning=tuning)
     write_atomic(args.folder / "STUDY.md", text.encode())
     draw(results, args.folder / "study", full=args.full)
     print(f"wrote {args.folder / 'STUDY.md'}: {len(results.rows)} of {len(wanted)} runs, code {code}", file=sys.stderr)

@@ -9,8 +9,20 @@ import msgspec
 
 from rollout.sim.config import PRESETS
 
-LIVE = ("action", "trajectory", "fcfs_priority", "longest_first", "program_aware", "program_aware_plus", "paper")
-"""The policies that `venus` is compared with."""
+TUNED = {
+    "action": "action:engine.slots=24",
+    "trajectory": "trajectory:engine.slots=16",
+    "fcfs_priority": "fcfs_priority:engine.slots=24",
+    "longest_first": "longest_first:engine.slots=12",
+    "program_aware": "program_aware:buffer_tokens=1000",
+    "program_aware_plus": "program_aware_plus:buffer_tokens=4000",
+    "paper": "paper:order=admission",
+}
+"""Policy → the label of its best setting in `study/tune.jsonl`; its name where that was not run."""
+PLAIN = ("trajectory", "longest_first")
+"""With the engine's 64 slots too: fewer help where KV is short, and cost where it is not."""
+LIVE = tuple(dict.fromkeys((*TUNED.values(), *PLAIN)))
+"""What `venus` is compared with."""
 OURS, ORACLE = "venus", "oracle"
 NO_LIMITS = "action:engine.kv_tokens=100000000:engine.slots=4096"
 """What no policy can pass: KV memory and slots for everything at once."""
@@ -26,11 +38,11 @@ SLOTS = (8, 16, 24, 32, 48, 96)
 """Of `trajectory`'s sweep, beside the engine's 64."""
 SANDBOXES = (0, 320, 256)
 PARAMETERS: dict[str, Sequence[str]] = {
-    "fill": ("0.8", "1", "1.5", "2"),
+    "fill": ("0.8", "1", "1.4", "2"),
     "reserve": ("0", "0.5", "1"),
     "hysteresis": ("0.8", "1"),
-    "move_gap": ("0.1", "1"),
-    "order": ("admission",),
+    "move_gap": ("0.03", "0.3", "1"),
+    "order": ("length",),
     "migration": ("false",),
     "tool_time": ("true",),
 }
@@ -51,6 +63,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     correlation: float = 0.6
     sandboxes: int = 0
     include_promoted: bool = True
+    steps: int = 0
+    """Optimizer steps; 0: `STEPS`."""
 
     def overrides(self) -> list[str]:
         """Keys of `SimConfig`."""
@@ -61,7 +75,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             f"workload.correlation={self.correlation}",
             f"environment.sandboxes={self.sandboxes}",
             f"group.include_promoted={str(self.include_promoted).lower()}",
-            f"steps={STEPS[self.batch]}",
+            f"steps={self.steps or STEPS[self.batch]}",
         ]
 
     @property
@@ -140,8 +154,9 @@ def runs(full: bool) -> list[Run]:
         found |= dict.fromkeys(_each(grid(full), (OURS, *LIVE, ORACLE), some))
         bounds = [cell for cell in grid(full) if cell.l2 == "none"]
         found |= dict.fromkeys(_each(bounds, (NO_LIMITS,), extra))
-        found |= dict.fromkeys(_each(ladder(full), LADDER, extra))
-        found |= dict.fromkeys(_each(sweep(full), [f"trajectory:engine.slots={n}" for n in SLOTS], extra))
+        found |= dict.fromkeys(_each(ladder(full), (*LADDER, OURS), extra))
+        slots = [f"trajectory:engine.slots={n}" for n in SLOTS]
+        found |= dict.fromkeys(_each(sweep(full), ("trajectory", "action", *slots), extra))
         found |= dict.fromkeys(_each(sandbox_cells(), ("paper", OURS), extra))
         found |= dict.fromkeys(_each(discard_cells(full), DISCARD_POLICIES, extra))
         found |= dict.fromkeys(_each(parameter_cells(full), parameter_labels(), extra))

@@ -12,9 +12,11 @@ from rollout.sim.study_cells import (
     ORACLE,
     OURS,
     PARAMETERS,
+    PLAIN,
     SANDBOXES,
     SLOTS,
     STEPS,
+    TUNED,
     Cell,
     discard_cells,
     grid,
@@ -25,6 +27,8 @@ from rollout.sim.study_cells import (
     sweep,
 )
 from rollout.sim.study_results import Results, kv_demand
+from rollout.sim.study_runs import Row
+from rollout.sim.study_tune import CELLS, SEEDS, SETTINGS, scores
 
 PAPER_TABLE_1 = {
     "paper:residency=false:demotion=false:migration=false": {16: 1.01, 32: 1.81, 64: 1.42},
@@ -36,8 +40,8 @@ SHORT_OF_KV = 1.5
 """Demand from which a cell is called short of KV: device and host memory hold two thirds of the contexts, or less."""
 
 
-def document(results: Results, *, full: bool, wanted: int, machine: str) -> str:
-    """STUDY.md. `wanted`: number of runs that the whole study has."""
+def document(results: Results, *, full: bool, wanted: int, machine: str, tuning: Sequence[Row] = ()) -> str:
+    """STUDY.md. `wanted`: number of runs that the whole study has; `tuning`: those of `--tune`."""
     targets = _targets(results, full)
     if len(results.rows) < wanted:
         targets = targets.replace("## Targets\n", "## Targets, as far as it ran\n")
@@ -51,6 +55,7 @@ def document(results: Results, *, full: bool, wanted: int, machine: str) -> str:
         _observations(results, full),
         _mixture(results, full),
         _parameters(results, full),
+        _tuning(tuning),
     ]
     return "\n".join(sections)
 
@@ -81,10 +86,11 @@ Commit {commits} (code {code}; a + marks uncommitted changes); {machine}; {hours
 
 A simulation: costs, workload and cluster are those of `rollout/sim/config.py`, with their sources; the dispatcher
 and the policies are the live ones. Rates are trained tokens per hour in millions, medians over seeds, [min–max] where
-seeds differ. `venus` was tuned on seeds from 100 on. A cell of a baseline counts only where the mean trained length is
-within 2% of the submitted stream's and their distributions agree (KS ≤ 0.05); others are marked *. `oracle` is `venus`
-with true lengths; *no limits* is a cluster with endless KV memory and slots. B: groups a step; af: async_factor;
-L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ: correlation of lengths inside a group.
+seeds differ. Settings of the policies: see the tuning at the end. A cell of a baseline counts only where the mean
+trained length is within 2% of the submitted stream's and their distributions agree (KS ≤ 0.05); others are marked *.
+`oracle` is `venus` with true lengths; *no limits* is a cluster with endless KV memory and slots. B: groups a step; af:
+async_factor; L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ: correlation of lengths inside a
+group.
 
 ![Trained tokens per hour](study/throughput.png)
 """
@@ -107,15 +113,15 @@ def _targets(results: Results, full: bool) -> str:
             ]
         )
         rows.append(
-            ["never below 0.95×", f"{least[1]:.2f}× of `{least[2]}` at {least[0].name}", _yes(least[1] >= 0.95)]
+            ["never below 0.95×", f"{least[1]:.2f}× of `{_name(least[2])}` at {least[0].name}", _yes(least[1] >= 0.95)]
         )
     for memory in ("none", "default", "large"):
-        ratios = _ratios(results, [c for c in grid(full) if c.batch == 64 and c.l2 == memory], "program_aware")
+        ratios = _ratios(results, [c for c in grid(full) if c.batch == 64 and c.l2 == memory], TUNED["program_aware"])
         if ratios:
             rows.append(
                 [f"≥ 1.1× of ThunderAgent's rule at batch 64, L2 {memory}", _span(ratios), _yes(min(ratios) >= 1.1)]
             )
-    ratios = _ratios(results, [c for c in grid(full) if kv_demand(c) >= SHORT_OF_KV], "action", valid=False)
+    ratios = _ratios(results, [c for c in grid(full) if kv_demand(c) >= SHORT_OF_KV], TUNED["action"], valid=False)
     if ratios:
         claim = f"≥ 2× of `action` where KV is short (demand ≥ {SHORT_OF_KV:g} × device and host memory)"
         rows.append([claim, _span(ratios), _yes(min(ratios) >= 2.0)])
@@ -123,12 +129,18 @@ def _targets(results: Results, full: bool) -> str:
     for cell, ratio, name in worst:
         if ratio < 1.0:
             oracle, free = results.bounds(cell)
-            losing.append([cell.name, f"`{name}`", f"{ratio:.3f}", _number(oracle), _number(free)])
+            losing.append([cell.name, f"`{_name(name)}`", f"{ratio:.3f}", _number(oracle), _number(free)])
     text = "\n## Targets\n\n" + table(["target", "measured", "met"], rows)
     if losing:
         text += "\nCells in which `venus` is not the best live policy, and how far the bounds are:\n\n"
         text += table(["cell", "best", "venus ÷ best", "oracle ÷ venus", "no limits ÷ venus"], losing)
     return text
+
+
+def _name(label: str) -> str:
+    """Of the policy: its setting is that of the tuning's table."""
+    name = label.partition(":")[0]
+    return f"{name}, 64 slots" if label in PLAIN and label != TUNED[label] else name
 
 
 def _yes(fact: bool) -> str:
@@ -158,7 +170,12 @@ def _grid(results: Results, full: bool) -> str:
             figures = [_rate(results, cell, name) for name in (*LIVE, OURS, ORACLE)]
             rows.append([first, *figures, cut if not best or best[0][0] >= 1 else f"**{cut}**", _number(free)])
         if rows:
-            header = ["af L2 ρ", *(f"`{name}`" for name in (*LIVE, OURS, ORACLE)), "venus ÷ best", "no limits ÷ venus"]
+            header = [
+                "af L2 ρ",
+                *(f"`{_name(label)}`" for label in (*LIVE, OURS, ORACLE)),
+                "venus ÷ best",
+                "no limits ÷ venus",
+            ]
             text += f"\n### {preset}, batch {batch}\n\n" + table(header, rows)
     return text
 
@@ -208,7 +225,10 @@ seconds a step without a group.
         for name in (*LIVE, OURS, ORACLE):
             if results.has(cell, name):
                 rows.append(
-                    [f"`{name}`", *(_number(results.middle(cell, name, key), form) for _, key, form in _BEHAVIOUR)]
+                    [
+                        f"`{_name(name)}`",
+                        *(_number(results.middle(cell, name, key), form) for _, key, form in _BEHAVIOUR),
+                    ]
                 )
         text += f"\n### {cell.name}\n\n" + table(["policy", *(title for title, _, _ in _BEHAVIOUR)], rows)
     return text
@@ -275,8 +295,8 @@ def _observations(results: Results, full: bool) -> str:
 
 """
     rows = []
-    for cell in grid(full):
-        if cell.correlation == 0.6 and results.has(cell, "trajectory"):
+    for cell in dict.fromkeys((*sweep(full), *ladder(full))):
+        if results.has(cell, "trajectory"):
             active = results.middle(cell, "trajectory", "active_batch")
             hits = [results.middle(cell, name, "known_hit_rate") for name in ("trajectory", "action", OURS)]
             rows.append(
@@ -308,12 +328,12 @@ def _mixture(results: Results, full: bool) -> str:
     rows = []
     for cell in grid(full):
         if cell.async_factor == 2.0 and cell.correlation == 0.6 and results.has(cell, OURS):
-            for name in ("action", "paper", OURS, ORACLE):
+            for name in (TUNED["action"], TUNED["paper"], OURS, ORACLE):
                 found = list(results.seeds_of(cell, name).values())
                 if found:
                     parts = [sum(result["mixture"][n] for result in found) / len(found) for n in range(4)]
                     drift = results.middle(cell, name, "mixture_drift")
-                    rows.append([cell.name, f"`{name}`", *(f"{part:.2f}" for part in parts), _number(drift)])
+                    rows.append([cell.name, f"`{_name(name)}`", *(f"{part:.2f}" for part in parts), _number(drift)])
     return f"""
 ## Mixture of tasks
 
@@ -338,3 +358,28 @@ def _parameters(results: Results, full: bool) -> str:
 Throughput against the defaults ({keys}; meanings and ranges: `rollout/config.py`).
 
 {table(["", *(cell.name for cell in cells)], rows)}"""
+
+
+def _tuning(rows: Sequence[Row]) -> str:
+    cells = [f"{cell.name}, {cell.steps} steps" for cell in CELLS]
+    lines = []
+    for policy in SETTINGS:
+        found = scores(rows, policy)
+        top = max((score for score, _ in found.values()), default=0.0)
+        for setting, (score, ratios) in found.items():
+            mark = "**" if score == top else ""
+            lines.append(
+                [f"`{policy}`", f"`{setting or 'default'}`", f"{mark}{score:.3f}{mark}", *map("{:.2f}".format, ratios)]
+            )
+    hours = sum(row.cpu_s for row in rows) / 3600
+    each = len(SETTINGS[OURS])
+    return f"""
+## Tuning
+
+`python -m rollout.sim.study --tune`: {len(rows)} runs, seeds {", ".join(map(str, SEEDS))} (no other table uses them),
+{hours:.1f} hours of CPU. Each policy has {each} settings of its keys and of the engine's slots, in the same cells:
+hours of the first one ÷ its own, and their geometric mean. The study uses the best (bold) of all but `venus`, in all
+cells (of two also the engine's 64 slots), and `venus` as it is configured. The rules of `venus` were themselves found
+on seeds from 100 on, with simulations beyond these; its first setting is what came of that.
+
+{table(["policy", "setting", "mean", *cells], lines)}"""

@@ -18,7 +18,7 @@ import pytest
 from tests.unit.small_cluster_kit import Script, SmallCluster, busiest
 
 INSTANCES = 200
-POLICIES = ("trajectory", "action", "longest_first", "fcfs_priority", "paper", "venus")
+POLICIES = ("trajectory", "action", "longest_first", "fcfs_priority", "paper", "venus", "oracle")
 
 
 class Instance:
@@ -106,7 +106,8 @@ def test_policies_against_the_optimum(capsys: pytest.CaptureFixture[str]) -> Non
     """T_next over the optimum's: with lengths at most 1.25 on average and 3 at worst (a second or two of a few).
 
     No policy beats the optimum, and what looks at lengths beats on average what looks at the order of arrival. Where KV
-    binds nobody `program_aware` is `action`, and `oracle` is `venus`.
+    binds nobody `program_aware` is `action`. `venus` takes groups as they were admitted: over many steps, where every
+    group is trained sooner or later, that costs nothing (STUDY.md), in a single one it is `fcfs_priority`.
     """
     ratios: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     chance = Random(0)
@@ -123,6 +124,7 @@ def test_policies_against_the_optimum(capsys: pytest.CaptureFixture[str]) -> Non
         for policy, found in ratios.items():
             optimal = sum(ratio == 1.0 for ratio in found) / len(found)
             print(f"  {policy}: mean {mean[policy]:.3f}, worst {max(found):.2f}, optimal in {optimal:.0%}")
-    for policy in ("paper", "venus"):
+    assert mean["venus"] <= min(mean["fcfs_priority"], mean["action"], mean["trajectory"])
+    for policy in ("paper", "oracle"):
         assert mean[policy] <= 1.25 and max(ratios[policy]) <= 3.0
         assert mean[policy] <= min(mean["fcfs_priority"], mean["action"], mean["trajectory"])

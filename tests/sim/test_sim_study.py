@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from envclient.base.errors import ConfigError
-from rollout.sim import compiled, study, study_runs
+from rollout.sim import compiled, study, study_runs, study_tune
 from rollout.sim.fairness import classes, discard_shares, drift, shares
-from rollout.sim.study_cells import LIVE, NO_LIMITS, ORACLE, OURS, Cell, Run, runs
+from rollout.sim.study_cells import LIVE, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, runs
 from rollout.sim.study_report import document
 from rollout.sim.study_results import Results, kv_demand
 from rollout.sim.study_runs import Row, code_digest, make_missing, read_rows
@@ -111,7 +111,7 @@ def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> Non
     assert results.ratio(Cell(), OURS, "paper") == 1.0
     assert results.middle(Cell(), OURS) == 20.0 and results.values(Cell(), OURS) == [10.0, 20.0, 30.0]
     assert not results.counts(Cell(), "action")
-    assert results.rivals(Cell(), LIVE) == [(1.0, "paper")]
+    assert results.rivals(Cell(), ("action", "paper")) == [(1.0, "paper")]
     none = Cell(l2="none")
     bounded = Results([*rows, _row(ORACLE, 25.0), _row(NO_LIMITS, 50.0, cell=none)])
     assert bounded.bounds(Cell()) == (2.5, 5.0)
@@ -119,15 +119,42 @@ def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> Non
 
 def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     cell = Cell(batch=64, async_factor=2.0, l2="default")
-    rivals = {name: 6e6 for name in LIVE} | {"paper": 10e6}
+    rivals = dict.fromkeys(LIVE, 6e6) | {TUNED["paper"]: 10e6}
     rows = [_row(name, rate, cell=cell) for name, rate in {OURS: 9e6, **rivals}.items()]
     rows.append(_row(OURS, 1e6, cell=Cell(batch=16, l2="none")))  # a cell that is not complete is not judged
-    rows.append(_row("action", 2e6, cell=Cell(batch=16, l2="none")))
+    rows.append(_row(TUNED["action"], 2e6, cell=Cell(batch=16, l2="none")))
     text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
     assert "## Targets, as far as it ran" in text and "Not run yet." in text
     assert "| never below 0.95× | 0.90× of `paper` at 32b B=64 af=2 L2=default ρ=0.6 | **no** |" in text
     assert "| ≥ 1.1× of ThunderAgent's rule at batch 64, L2 default | 1.50–1.50× in 1 cells | yes |" in text
     assert "| 32b B=64 af=2 L2=default ρ=0.6 | `paper` | 0.900 |" in text
+
+
+def test_every_policy_is_tuned_alike_and_the_study_uses_what_came_of_it() -> None:
+    wanted = study_tune.tuning_runs()
+    assert len(set(wanted)) == len(wanted) and {run.seed for run in wanted}.isdisjoint({run.seed for run in runs(True)})
+    assert {len(settings) for settings in study_tune.SETTINGS.values()} == {6}
+    assert study_tune.SETTINGS.keys() == {*TUNED, OURS}
+    rows = read_rows(Path(study.__file__).parent / "study" / "tune.jsonl")
+    assert {name: study_tune.best(rows, name) or name for name in TUNED} == TUNED
+    found = study_tune.scores(rows, OURS)
+    assert found[""][0] > 0.98 * max(score for score, _ in found.values()), "it runs as it is configured"
+
+
+def test_a_setting_is_scored_by_its_geometric_mean_where_it_ran_everywhere() -> None:
+    def row(setting: str, cell: Cell, hours: float) -> Row:
+        return _row(study_tune.label("action", setting), 1.0, cell=cell, seed=study_tune.SEEDS[0], hours=hours)
+
+    speeds = (1.0, 4.0, *[2.0] * (len(study_tune.CELLS) - 2))
+    rows = [row("", cell, 8.0) for cell in study_tune.CELLS]
+    rows += [row("engine.slots=12", cell, 8.0 / s) for cell, s in zip(study_tune.CELLS, speeds, strict=True)]
+    rows.append(row("engine.slots=48", study_tune.CELLS[0], 1.0))
+    found = study_tune.scores(rows, "action")
+    assert found.keys() == {"", "engine.slots=12"} and found[""][0] == 1.0
+    assert found["engine.slots=12"] == (pytest.approx(2.0), pytest.approx(list(speeds)))
+    assert study_tune.best(rows, "action") == "action:engine.slots=12" and study_tune.best(rows, "paper") is None
+    text = document(Results(rows), full=False, wanted=1, machine="a machine", tuning=rows)
+    assert "| `action` | `engine.slots=12` | **2.000** | 1.00 | 4.00 |" in text
 
 
 def test_a_stopped_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""`venus` evens KV memory out: a pending turn goes where contexts hold less, if its KV can be copied there."""
+"""`venus` evens work out: a pending turn goes where contexts hold less, if its KV can be copied there, and whoever is
+parked goes where nobody waits."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from rollout.types import (
     MoveTrajectory,
     PriorityClass,
     SetClass,
+    StartTrajectory,
     TurnEnded,
     TurnReady,
     WorkerJoined,
@@ -21,9 +23,12 @@ from tests.unit.dispatcher_kit import Bench, of
 class Pair(Bench):
     """Two workers of 1,000 KV tokens; groups of one trajectory, placed in turn."""
 
-    def __init__(self, *, host_kv_tokens: int, migration: bool = True) -> None:
+    def __init__(
+        self, *, host_kv_tokens: int, migration: bool = True, share: bool = True, growth_tokens: int = 0
+    ) -> None:
         self.host_kv_tokens = host_kv_tokens
-        policy = PolicySettings(name="venus", growth_tokens=0, fill=1.0, reserve=0.0, order="admission")
+        keys = {"growth_tokens": growth_tokens, "fill": 1.0, "reserve": 0.0, "migration": share}
+        policy = PolicySettings(name="venus", **keys)
         capabilities = Capabilities(priority=True, migration=migration)
         super().__init__(workers=2, capabilities=capabilities, group_size=1, batch=3, policy=policy)
 
@@ -71,3 +76,21 @@ def test_a_running_trajectory_moves_from_the_fuller_worker_to_the_emptier() -> N
 @pytest.mark.parametrize(("host_kv_tokens", "migration"), [(0, True), (2000, False)])
 def test_it_stays_where_its_kv_would_have_to_be_recomputed(host_kv_tokens: int, migration: bool) -> None:
     assert of(MoveTrajectory, Pair(host_kv_tokens=host_kv_tokens, migration=migration).crowd()) == []
+
+
+def test_it_moves_without_its_kv_when_enough_is_left_to_generate() -> None:
+    """110 tokens of context are worth computing again for 100 − 10 more, where 0.6 of the memory less is held."""
+    (move,) = of(MoveTrajectory, Pair(host_kv_tokens=0, growth_tokens=100).crowd())
+    assert (move.trajectory_id, move.to) == ("p2.0.0.0", "w1")
+
+
+@pytest.mark.parametrize(("balanced", "worker"), [(True, "w1"), (False, "w0")])
+def test_a_worker_for_which_nobody_waits_takes_whom_another_has_no_room_for(balanced: bool, worker: str) -> None:
+    """p2 has not started: it goes without any help of the engines. Without sharing it waits for p0's end."""
+    pair = Pair(host_kv_tokens=0, migration=False, share=balanced)
+    for number in range(2):
+        pair.prompt()
+        pair.ready(number, 1, 900)
+    assert of(StartTrajectory, pair.prompt()) == [], "900 of 1,000 tokens are taken on either worker"
+    begun = of(StartTrajectory, pair.end("p1.0.0.0", worker="w1") + pair.end("p0.0.0.0", worker="w0"))
+    assert [(start.trajectory_id, start.worker) for start in begun] == [("p2.0.0.0", worker)]

@@ -71,16 +71,16 @@ def test_a_critical_trajectory_is_started_as_high(name: str) -> None:
     assert bench.dispatcher.policy.jobs["p0.0.0.0"].priority is HIGH
 
 
-def test_a_group_that_is_always_the_longest_is_not_passed_over() -> None:
-    """One place, and shorter groups wait beside it: the working set takes groups of a class as they were admitted."""
+@pytest.mark.parametrize("name", ["oracle", "venus"])
+def test_a_group_that_is_always_the_longest_is_passed_over_for_one_batch_at_most(name: str) -> None:
+    """One place for all. By length it waits until shorter groups have filled the batch, by admission not at all."""
     truth = TrueLengths(lambda name: (900, 900) if name.startswith("p1.") else (9, 9))
-    policy = PolicySettings(name="oracle")
-    bench = Bench(batch=1, group_size=1, async_factor=3.0, max_trajectories=1, truth=truth, policy=policy)
-    for _ in range(3):
-        bench.prompt()
-    begun = started(bench.end("p0.0.0.0"))
-    begun += started(bench.train("p0.0", 1)) + started(bench.prompt())
-    assert [name.split(".")[0] for name in begun] == ["p1"]
+    policy = PolicySettings(name=name)
+    bench = Bench(batch=2, group_size=1, async_factor=3.0, max_trajectories=1, truth=truth, policy=policy)
+    begun = [each for _ in range(5) for each in started(bench.prompt())]
+    while not begun[-1].startswith("p1."):
+        begun += started(bench.end(begun[-1])) + started(bench.prompt())
+    assert [each.split(".")[0] for each in begun] == (["p0", "p1"] if name == "venus" else ["p0", "p2", "p1"])
 
 
 def test_a_parked_trajectory_is_told_why_and_its_deadline_waits() -> None:

@@ -270,7 +270,8 @@ def test_tool_time_does_not_reorder_groups_when_the_means_move() -> None:
 
 def test_a_group_that_is_never_started_comes_first_after_two_spans() -> None:
     """Shorter newcomers, which are critical, would pass it over for ever. S = 2, and k = 1 place is left."""
-    table = Table("venus", batch=1, kv_tokens=1000, fill=1.0, lengths={"1.0": (900, 900), "2.0": (9, 9)})
+    lengths = {"1.0": (900, 900), "2.0": (9, 9)}
+    table = Table("venus", order="length", batch=1, kv_tokens=1000, fill=1.0, lengths=lengths)
     table.policy.prompt_tokens = 600.0  # type: ignore[attr-defined]
     table.add("2.0", "1.0")
     assert table.classes() == {"2.0": HIGH, "1.0": PARKED}

@@ -11,9 +11,6 @@ from torch import Tensor
 from megatron_venus.weight_source import TensorInfo, WeightSource
 from rollout.engine_layout import messages_of
 
-Blocks = Sequence[Tensor] | None
-"""Where a message's tensor lies in this process, each block to be broadcast by itself; None: it must be gathered."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
@@ -23,9 +20,9 @@ class Message:
     infos: list[TensorInfo]
     nbytes: int
 
-    def blocks(self, source: WeightSource) -> Blocks:
-        """See `WeightSource`; several tensors are always gathered."""
-        return source.blocks(self.start) if len(self.infos) == 1 else None
+    def whole(self, source: WeightSource) -> Tensor | None:
+        """Its tensor, where it is one that needs no gathering."""
+        return source.whole(self.start) if len(self.infos) == 1 else None
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors, one after another in the first bytes of `flat`."""
@@ -47,26 +44,13 @@ class Bucket:
     def nbytes(self) -> int:
         return sum(message.nbytes for message in self.messages)
 
-    def blocks(self, source: WeightSource) -> list[Blocks]:
-        """Of every message."""
-        return [message.blocks(source) for message in self.messages]
-
-    def gathered(self, blocks: Sequence[Blocks]) -> list[int]:
-        """Numbers of the tensors that the source must gather, in order."""
+    def gathered(self, source: WeightSource) -> list[int]:
+        """Numbers of the tensors that `source` must gather, in order."""
         return [
             message.start + index
-            for message, lying in zip(self.messages, blocks, strict=True)
-            if lying is None
+            for message in self.messages
+            if message.whole(source) is None
             for index in range(len(message.infos))
-        ]
-
-    def shapes(self, blocks: Sequence[Blocks]) -> list[list[int]]:
-        """Of every tensor, as engines are told them: number of blocks, then the shape of one."""
-        return [
-            [count, info.shape[0] // count, *info.shape[1:]]
-            for message, lying in zip(self.messages, blocks, strict=True)
-            for count in [len(lying) if lying else 1]
-            for info in message.infos
         ]
 
 

@@ -32,9 +32,8 @@ class WeightSource(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def blocks(self, index: int) -> Sequence[Tensor] | None:
-        """The weight of `infos[index]` itself, where this process's memory holds all of it: contiguous blocks of
-        equally many rows, in order; most lie in one. None: it must be read."""
+    def whole(self, index: int) -> Tensor | None:
+        """The weight of `infos[index]` itself, where it lies whole and contiguous in this process's memory."""
 
     def read(self, indices: Sequence[int], tensors: Iterable[Tensor]) -> None:
         """Copy the weights of `infos[i]`, i in `indices`, into `tensors`, which have their shapes and types.
@@ -51,9 +50,9 @@ class TensorSource:
         self.infos = [TensorInfo(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in tensors.items()]
         self.device = self._tensors[0].device
 
-    def blocks(self, index: int) -> Sequence[Tensor] | None:
+    def whole(self, index: int) -> Tensor | None:
         tensor = self._tensors[index].detach()
-        return [tensor] if tensor.is_contiguous() else None
+        return tensor if tensor.is_contiguous() else None
 
     def read(self, indices: Sequence[int], tensors: Iterable[Tensor]) -> None:
         for index, target in zip(indices, tensors, strict=True):

@@ -4,13 +4,12 @@ Enters: a version and the engines, all paused by the coordinator. Leaves: engine
 the seconds each phase took, and the workers whose engines are lost. Called by rank 0 after each optimizer step.
 
 Weights go in buckets, one request to each engine a bucket, and a bucket in messages: a large tensor by itself, small
-ones together. What this process holds all of is sent from where it lies, in blocks of rows where Megatron's layout
-spreads it (queries, keys and values); the rest is gathered from the actor's processes into one of two slots while the
-other one is sent. So a sync holds two messages here and at most one bucket in an engine, whatever the size of the
-model. SGLang only logs a warning for a name it does not know, so names and shapes are compared with the engine's own
-parameters when its group is made, and after an engine's first `verify_first` syncs every tensor's checksum, computed
-inside it, with the actor's. An engine that is dead, stuck or refuses is given up with its name; the others get the
-whole version in a new group.
+ones together. What lies whole in this process is sent from where it lies; the rest is gathered from the actor's
+processes into one of two slots while the other one is sent. So a sync holds two messages here and at most one bucket in
+an engine, whatever the size of the model. SGLang only logs a warning for a name it does not know, so names and shapes
+are compared with the engine's own parameters when its group is made, and after an engine's first `verify_first`
+syncs every tensor's checksum, computed inside it, with the actor's. An engine that is dead, stuck or refuses is given
+up with its name; the others get the whole version in a new group.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from envclient.base.errors import InvariantError, WireError
 from megatron_venus.architecture import Architecture
-from megatron_venus.bucket import Blocks, Bucket, buckets_of
+from megatron_venus.bucket import Bucket, buckets_of
 from megatron_venus.config import SyncConfig
 from megatron_venus.engine_digests import EngineDigests
 from megatron_venus.sync_engine import EngineGone, EnginesFailed, SyncEngine, answers, start
@@ -37,8 +36,6 @@ from rollout.engine_layout import EngineLayout
 from rollout.protocol import EngineAddress
 
 log = logging.getLogger("venus.sync")
-SLOTS = 2
-"""Messages that are gathered and not yet sent."""
 PHASES = ("connect", "gather", "broadcast", "load", "verify", "failed")
 """Asking the engines and joining them; copying weights out of the actor's processes; sending; waiting for engines to
 load what was sent; comparing checksums; attempts that an engine spoilt, whole."""
@@ -70,11 +67,8 @@ class WeightSync:
         self.bucket_bytes = max(bucket.nbytes for bucket in self.buckets)
         """Bytes of the largest bucket: about `bucket_mb`, or the largest tensor if that is larger."""
         messages = [message for bucket in self.buckets for message in bucket.messages]
-        sizes = [(len(message.blocks(source) or ()), message.nbytes) for message in messages]
-        self._gathered_bytes = max((nbytes for blocks, nbytes in sizes if blocks == 0), default=0)
-        """Bytes of the largest message that is gathered to be sent."""
-        self._scattered_bytes = max((nbytes for blocks, nbytes in sizes if blocks != 1), default=0)
-        """Bytes of the largest message that does not lie in one block."""
+        self._slot_bytes = max((message.nbytes for message in messages if message.whole(source) is None), default=0)
+        """Bytes of the largest message that must be gathered."""
 
     def send(self, version: int, addresses: Sequence[EngineAddress]) -> SyncResult:
         """Bring every engine to `version`, or give it up.
@@ -128,12 +122,12 @@ class WeightSync:
         """
         asked = {engine: start(engine.checksums) for engine in (self._engines if engines is None else engines)}
         digests = {ranks: EngineDigests(layout) for ranks, layout in self._layouts().items()}
-        flat = self._buffer(self._scattered_bytes)
+        flat = self._buffer()
         for bucket in self.buckets:
             for message in bucket.messages:
-                blocks = message.blocks(self._source)
-                tensors: Sequence[Tensor] = blocks if blocks and len(blocks) == 1 else message.views(flat)
-                if tensors is not blocks:
+                whole = message.whole(self._source)
+                tensors = message.views(flat) if whole is None else [whole]
+                if whole is None:
                     self._source.read(range(message.start, message.start + len(tensors)), tensors)
                 for info, tensor in zip(message.infos, tensors, strict=True):
                     for digest in digests.values():
@@ -194,16 +188,14 @@ class WeightSync:
                     raise InvariantError(f"{engine}: its parameter {name!r} is {theirs[name]}, the actor's {mine}")
 
     def _broadcast(self, version: int, group: SyncGroup) -> None:
-        slots = [self._buffer(self._gathered_bytes) for _ in range(SLOTS)]
+        slots = [self._buffer() for _ in range(2)]
         loading: dict[SyncEngine, Future[Any]] = {}
         for number, bucket in enumerate(self.buckets, start=1):
-            blocks = bucket.blocks(self._source)
             # The engines may still be loading the bucket before: they take this request up when they are done.
-            updates = self._ask(version, bucket, blocks, group, last=number == len(self.buckets))
+            updates = self._ask(version, bucket, group, last=number == len(self.buckets))
             begun, waited = self._clock(), self._seconds["broadcast"]
             works: list[Any] = []
-            sending = self._sending(bucket, blocks, group, slots, works, updates)
-            self._source.read(bucket.gathered(blocks), sending)
+            self._source.read(bucket.gathered(self._source), self._sending(bucket, group, slots, works, updates))
             self._lap("gather", begun)
             self._seconds["gather"] -= self._seconds["broadcast"] - waited
             begun = self._clock()
@@ -219,7 +211,6 @@ class WeightSync:
     def _sending(
         self,
         bucket: Bucket,
-        blocks: Sequence[Blocks],
         group: SyncGroup,
         slots: list[Tensor],
         works: list[Any],
@@ -227,8 +218,9 @@ class WeightSync:
     ) -> Iterator[Tensor]:
         """Send the bucket's messages in order; yields the tensors to be gathered, in two slots by turns."""
         in_slots: list[Any] = []
-        for message, lying in zip(bucket.messages, blocks, strict=True):
-            if lying is None:
+        for message in bucket.messages:
+            whole = message.whole(self._source)
+            if whole is None:
                 if len(in_slots) >= len(slots):
                     begun = self._clock()
                     group.wait_sent([in_slots[-len(slots)]], updates)
@@ -238,16 +230,14 @@ class WeightSync:
                 in_slots.append(group.send(slot[: message.nbytes]))
                 works.append(in_slots[-1])
             else:
-                works.extend(group.send(block) for block in lying)
+                works.append(group.send(whole))
 
-    def _ask(
-        self, version: int, bucket: Bucket, blocks: Sequence[Blocks], group: SyncGroup, *, last: bool
-    ) -> dict[SyncEngine, Future[Any]]:
+    def _ask(self, version: int, bucket: Bucket, group: SyncGroup, *, last: bool) -> dict[SyncEngine, Future[Any]]:
         """Make every engine receive the bucket."""
         fields = {
             "names": [info.name for info in bucket.infos],
             "dtypes": [str(info.dtype).removeprefix("torch.") for info in bucket.infos],
-            "shapes": bucket.shapes(blocks),
+            "shapes": [list(info.shape) for info in bucket.infos],
             "group_name": group.name,
             "load_format": "flattened_bucket",
             # The engine's cache belongs to the old weights; it is dropped once, with the last bucket.
@@ -256,8 +246,9 @@ class WeightSync:
         }
         return {engine: start(engine.post, "/update_weights_from_distributed", **fields) for engine in self._engines}
 
-    def _buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._source.device)
+    def _buffer(self) -> Tensor:
+        """Room for the largest message that must be gathered."""
+        return torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._source.device)
 
     def _layouts(self) -> dict[int, EngineLayout]:
         """By the engines' number of ranks."""

@@ -22,8 +22,6 @@ from megatron_venus.weight_source import TensorInfo
 
 CHUNK_BYTES = 4_000_000
 """Pieces that cannot be received in place (columns) travel in chunks of this size."""
-BLOCK_BYTES = 250_000
-"""Over gloo a message costs about as much time as copying this."""
 
 
 class WeightExport:
@@ -59,14 +57,13 @@ class WeightExport:
                         pieces[piece.tensor].append((process, name, piece))
         return pieces
 
-    def blocks(self, index: int) -> Sequence[Tensor] | None:
-        """See `WeightSource`; on rank 0 only. Queries, keys and values lie in one block a key-value group."""
-        pieces = self._pieces[self.infos[index].name]
-        if any(process != self._head for process, _, _ in pieces):
+    def whole(self, index: int) -> Tensor | None:
+        """See `WeightSource`; on rank 0 only."""
+        (process, name, piece), *others = self._pieces[self.infos[index].name]
+        if others or process != self._head:
             return None
-        blocks = [piece.of_part(self._mine[name].detach()) for _, name, piece in pieces]
-        alike = len({len(block) for block in blocks}) == 1 and all(block.is_contiguous() for block in blocks)
-        return blocks if alike and (len(blocks) == 1 or blocks[0].nbytes >= BLOCK_BYTES) else None
+        part = piece.of_part(self._mine[name].detach())
+        return part if part.is_contiguous() else None
 
     @torch.no_grad()
     def read(self, indices: Sequence[int], tensors: Iterable[Tensor]) -> None:

@@ -34,8 +34,7 @@ def receive_bucket(
 ) -> list[tuple[str, Any]]:
     """A bucket from rank 0 of `group`: the tensors that are still to be loaded, views of one buffer.
 
-    `shapes`: into how many blocks of rows a tensor is cut, then the shape of a block; every block is broadcast by
-    itself. A tensor that comes by itself is received where it `lies`, if there is such a place. All have one type.
+    A tensor that comes by itself is received where it `lies`, if there is such a place. All have one type.
 
     Raises:
         RuntimeError: a peer is gone, or the group's timeout is over.
@@ -43,11 +42,11 @@ def receive_bucket(
     import torch
 
     (dtype,) = {getattr(torch, name) for name in dtypes}
-    blocks = [shape[0] for shape in shapes]
-    wholes = [(count * rows, *others) for count, rows, *others in shapes]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     messages = messages_of([size * dtype.itemsize for size in sizes])
-    targets = [lies(names[start], dtype, wholes[start]) if stop == start + 1 else None for start, stop in messages]
+    targets = [
+        lies(names[start], dtype, tuple(shapes[start])) if stop == start + 1 else None for start, stop in messages
+    ]
     buffered = [range(*message) for message, target in zip(messages, targets, strict=True) if target is None]
     flat = torch.empty(sum(sizes[index] for run in buffered for index in run), dtype=dtype, device=device)
     received, filled, works = [], 0, []
@@ -55,13 +54,12 @@ def receive_bucket(
         if target is None:
             begun = filled
             for index in range(*message):
-                received.append((names[index], flat[filled : filled + sizes[index]].view(wholes[index])))
+                received.append((names[index], flat[filled : filled + sizes[index]].view(*shapes[index])))
                 filled += sizes[index]
             target = flat[begun:filled]
         # As bytes: gloo does not know every type.
         memory = target.reshape(-1).view(torch.uint8)
-        for block in memory.chunk(blocks[message[0]]):
-            works.append(torch.distributed.broadcast(block, src=0, group=group, async_op=True))
+        works.append(torch.distributed.broadcast(memory, src=0, group=group, async_op=True))
     for work in works:
         work.wait()
     return received

@@ -61,7 +61,7 @@ def main(model: Path, engine_url: str, scheduler: int, rounds: int) -> None:
 
 
 class RawPeer:
-    """A process that receives broadcasts of the sync's bytes, in its messages, again and again, and nothing else.
+    """A process that receives broadcasts of the sync's bytes, in the same messages, again and again, and nothing else.
 
     `buckets`: bytes of every bucket's messages.
     """

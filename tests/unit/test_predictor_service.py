@@ -90,7 +90,7 @@ class SlowScorer:
 def test_questions_are_asked_together_the_newest_first_and_each_trajectory_once() -> None:
     async def scenario() -> None:
         scorer = SlowScorer()
-        questions = Questions(scorer.score, most=3)
+        questions = Questions(scorer.score, most=3, clock=lambda: 0.0)
 
         async def ask(name: str, *token_ids: int, turn: int = 2) -> asyncio.Task[float | None]:
             task = asyncio.create_task(questions.ask(name, turn, token_ids))
@@ -118,6 +118,31 @@ def test_questions_are_asked_together_the_newest_first_and_each_trajectory_once(
         assert [await waiting[0], await waiting[2]] == [3.0, 5.0]
 
     run(scenario())
+
+
+def test_no_more_is_asked_together_than_is_computed_in_a_moment() -> None:
+    """An input takes 20 ms, so that two of them fit; then 1 ms, and all that waits is asked together again."""
+
+    async def scenario() -> list[int]:
+        now, input_s, sizes = 0.0, 0.0, []
+
+        async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
+            nonlocal now
+            sizes.append(len(sequences))
+            await asyncio.sleep(0)
+            now += input_s * len(sequences)
+            return [1.0] * len(sequences)
+
+        questions = Questions(score, most=16, clock=lambda: now)
+        for seconds in (0.02, 0.001):
+            input_s = seconds
+            for _ in range(8):
+                await asyncio.gather(*(questions.ask(f"p{place}", 1, [1]) for place in range(40)))
+        return sizes
+
+    sizes = run(scenario())
+    assert max(sizes[4:100]) <= 2
+    assert max(sizes[-10:]) == 16
 
 
 def test_what_cannot_be_scored_fails_and_the_next_is_asked() -> None:

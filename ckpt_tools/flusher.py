@@ -19,7 +19,6 @@ class Flusher:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._unwritten: dict[int, int] = {}
-        self._syncing: int | None = None
         self._ending = False
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="ckpt-flush", daemon=True)
@@ -51,21 +50,13 @@ class Flusher:
             if self._unwritten[fd] >= FLUSH_BYTES:
                 self._changed.notify_all()
 
-    def forget(self, fd: int) -> None:
-        """The file is about to be closed; afterwards its number may be another file's."""
-        with self._changed:
-            self._unwritten.pop(fd, None)
-            self._changed.wait_for(lambda: self._syncing != fd)
-
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._syncing = None
-                self._changed.notify_all()
                 self._changed.wait_for(lambda: self._ending or self._due() is not None)
                 if self._ending or self._error is not None:
                     return
-                self._syncing = fd = self._due()
+                fd = self._due()
                 assert fd is not None
                 self._unwritten[fd] = 0
             try:

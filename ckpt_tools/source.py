@@ -14,7 +14,7 @@ from ckpt_tools.dist_reader import CONFIG
 from ckpt_tools.hf_checkpoint import HfCheckpoint
 from ckpt_tools.megatron_checkpoint import MegatronCheckpoint
 from envclient.base.errors import ConfigError
-from megatron_venus.checkpoint_index import MANIFEST, Manifest
+from megatron_venus.checkpoint_index import MANIFEST, Manifest, read_manifest
 
 Weights = HfCheckpoint | MegatronCheckpoint
 
@@ -75,6 +75,6 @@ def _manifest(root: Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return read_manifest(root)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is not a manifest: {error}", "use another copy of the checkpoint") from None

@@ -31,9 +31,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Path relative to the checkpoint's folder → size in bytes; all of them must be there."""
     schema: int = SCHEMA
 
-    def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"schema {self.schema} of another release, this one reads {SCHEMA}")
+
+class _Head(msgspec.Struct):
+    """What every release's manifest has."""
+
+    schema: int = 1
+
+
+class OtherRelease(ConfigError):
+    """A checkpoint that another release made: whole, but not for this one. Nobody may take it for an unfinished one."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,18 +78,36 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     write_atomic(path / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in folder `path`.
+
+    Raises:
+        OtherRelease: its schema is another one.
+        msgspec.DecodeError: it is no manifest.
+    """
+    raw = (path / MANIFEST).read_bytes()
+    schema = msgspec.json.decode(raw, type=_Head).schema
+    if schema != SCHEMA:
+        raise OtherRelease(
+            f"checkpoint {str(path)!r} was made by another release (schema {schema}, this one reads {SCHEMA})",
+            "go on with that release, or start a run of another name from an export",
+        )
+    return msgspec.json.decode(raw, type=Manifest)
+
+
 def open_checkpoint(path: Path, option: str) -> Checkpoint:
     """The checkpoint in folder `path`, which the user named by `option`.
 
     Raises:
         ConfigError: not complete; names the file that is missing, truncated or no manifest.
+        OtherRelease: another release made it.
     """
 
     def refuse(what: str) -> ConfigError:
         return ConfigError(f"{option}={str(path)!r} is not a complete checkpoint: {what}", "name one that is whole")
 
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        manifest = read_manifest(path)
     except OSError:
         raise refuse(f"it has no {MANIFEST}") from None
     except msgspec.DecodeError as error:
@@ -99,9 +123,15 @@ def open_checkpoint(path: Path, option: str) -> Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint in folder `path`, or None when it is not complete."""
+    """The checkpoint in folder `path`, or None when it is not complete.
+
+    Raises:
+        OtherRelease: another release made it.
+    """
     try:
         return open_checkpoint(path, "folder")
+    except OtherRelease:
+        raise
     except ConfigError:
         return None
 

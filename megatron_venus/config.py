@@ -8,7 +8,8 @@ from envclient.config import EnvConfig
 from rollout.config import ModelConfig, RolloutConfig, RunConfig
 
 CHUNK_LOGITS = 1 << 24
-"""Logits held at once: 64 MiB of float32. More rows are computed in chunks, and again in the backward pass."""
+"""Logits of a chunk, of which the loss holds 8 bytes each (float32) or 10 (half precision). All chunks but the last are
+computed again in the backward pass."""
 
 
 @dataclass(kw_only=True)

@@ -138,7 +138,7 @@ class PolicyConfig:
     `venus`: a sticky working set per worker; `oracle`: `venus` with true lengths, in simulations only."""
     order: str = "auto"
     """paper, venus: which groups are critical: `length` (expected to end first) or `admission` (oldest); `auto`: venus
-    by admission, paper by length."""
+    by admission, paper and oracle by length."""
     hysteresis: float = 0.95
     """0 to 1: a group replaces a critical one only if its F_g is below this share of the other's."""
     tool_time: bool = False
@@ -150,10 +150,11 @@ class PolicyConfig:
     demotion: bool = True
     """paper: HIGH trajectories beyond a worker's KV capacity are LOW, the shortest contexts first."""
     migration: bool = True
-    """paper, venus, program_aware: pending turns may move to other workers, where engines can migrate."""
+    """paper, venus, program_aware: pending turns may move to other workers, where engines can migrate; venus: what has
+    not started may too, wherever it is."""
     fill: float = 0.0
     """venus: share (0 to 2) of the KV capacity that the working set may need; 0: 0.9 without a host
-    cache, 1.4 with one."""
+    cache, 1.2 with one."""
     reserve: float = 0.25
     """venus: share (0 to 1) of a trajectory's expected growth that is reserved for it from the start."""
     growth_tokens: int = 1000
@@ -235,7 +236,7 @@ class PredictorConfig:
     dtype: str = "float32"
     """`float32` or `bfloat16`, in the engine."""
     context_tokens: int = 4096
-    """Longest input; of a longer context the first quarter and the last three quarters of so many tokens are read."""
+    """Longest input; of a longer context so many tokens are read: its beginning, and at least as much of its end."""
     slots: int = 16
     """Inputs computed at once."""
     kv_tokens: int = 65536

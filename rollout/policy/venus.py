@@ -143,6 +143,8 @@ class VenusPolicy(GroupedPolicy):
         prompt = self._prompt(group)
         held = max(0.0, job.context_tokens - prompt) + self.turn_tokens
         growth = max(0.0, job.expected_context - job.context_tokens - self.turn_tokens)
+        if capacity := self.workers[job.worker].kv_tokens:  # a predictor may answer anything
+            growth = min(growth, max(0.0, capacity - job.context_tokens))
         working.put(
             job.trajectory_id,
             inside=inside,
@@ -163,7 +165,8 @@ class VenusPolicy(GroupedPolicy):
 
     def _decide(self, now: float) -> None:
         super()._decide(now)
-        for name in sorted(self._dirty):
+        changed = sorted(self._dirty)
+        for name in changed:
             working, worker = self._sets.get(name), self.workers.get(name)
             if working is None or worker is None:
                 continue
@@ -181,25 +184,30 @@ class VenusPolicy(GroupedPolicy):
                 self._short.discard(name)
         self._dirty.clear()
         if self._short and len(self._short) < len(self._sets) and self.settings.migration and not self.moves:
-            self._share()
+            self._share(changed)
 
-    def _share(self) -> None:
+    def _share(self, changed: list[str]) -> None:
         """A worker for which nobody waits takes one that waits elsewhere: the longest queue ends the batch. [R]
 
-        Whoever is parked has lost its KV to others, or soon will, so that little is lost by the move.
+        Whoever is parked has lost its KV to others, or soon will, so that little is lost by the move. Only what changed
+        is looked at: room where nobody waits, or who waits elsewhere.
         """
-        source = max(self._sets.values(), key=lambda working: working.outsiders)
-        first = [(entry, self.jobs[entry.name]) for entry in source.first_outsiders()]
-        for name, working in self._sets.items():
-            if name in self._short or not self.workers[name].kv_tokens:
-                continue
-            for entry, job in first:
-                if self._may_go(job, self.workers[name]) and working.fits(entry.reserved, self._prompt(job.group)):
-                    self.moves.append(Move(job=job, to=name, cause=f"parked here, and nobody waits on {name}"))
-                    return
+        takers = [name for name in self._sets if name not in self._short and self.workers[name].kv_tokens]
+        if any(name not in self._short for name in changed):
+            givers = sorted(self._short, key=lambda name: (-self._sets[name].outsiders, name))
+        else:
+            givers = [name for name in changed if name in self._short]
+        for giver in givers:
+            for entry in self._sets[giver].first_outsiders():
+                job = self.jobs[entry.name]
+                for name in takers:
+                    room = self._sets[name].fits(entry.reserved, self._prompt(job.group))
+                    if room and self._may_go(job, self.workers[name]):
+                        self.moves.append(Move(job=job, to=name, cause=f"parked here, and nobody waits on {name}"))
+                        return
 
     def _may_go(self, job: Job, target: WorkerView) -> bool:
-        """Whether the worker has a place, and the trajectory has not started or can be handed over just now."""
+        """Whether the worker has a place, and the trajectory has not started or can be handed over."""
         here = self.workers[job.worker]
         movable = job.phase is Phase.NEW or (job.phase is Phase.READY and here.migration and target.migration)
         return movable and target.open + self._sets[target.name].pending < self.limits.max_trajectories

@@ -170,8 +170,8 @@ class WorkingSet:
         return list(changed)
 
     def fits(self, reserved: float, prompt_tokens: float) -> bool:
-        """Whether a trajectory from elsewhere would find room."""
-        return self._room is None or self.reserved + reserved + prompt_tokens <= self._room
+        """Whether a trajectory from elsewhere would find room; where nobody is a member, anyone does (`settle`)."""
+        return self._room is None or not self._members or self.reserved + reserved + prompt_tokens <= self._room
 
     @property
     def outsiders(self) -> int:

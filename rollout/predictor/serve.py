@@ -73,7 +73,7 @@ class Predictor:
             await scorer.stop()
             raise
         self._scorer = scorer
-        self._questions = Questions(scorer.score, most=self._config.slots)
+        self._questions = Questions(scorer.score, most=self._config.slots, patience_s=self._config.timeout_s)
         self._watch = asyncio.create_task(self._watch_scorer(scorer))
         log.info("answering with %s", folder)
 

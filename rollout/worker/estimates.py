@@ -132,7 +132,7 @@ class Estimates:
             return
         if reply.remaining_tokens is None:
             state.counts["lost"] += 1
-            self._rest("it has no model yet")
+            self._rest("it has no model yet, or more questions than it can answer")
             return
         self._rest_s = _REST_S
         latency_s = self._clock() - state.asked_at

@@ -159,6 +159,23 @@ def test_an_earlier_run_is_never_touched_unless_asked(tmp_path: Path) -> None:
     assert choose_run_dir(resumed, Screen()) == (tmp_path / "quickstart-3", 0), "quickstart-2 is a run of another name"
 
 
+def test_a_run_of_another_release_is_not_begun_anew(tmp_path: Path) -> None:
+    """Its checkpoints are whole: taken for unfinished ones they would be removed at the first save."""
+    earlier_run(tmp_path / "quickstart", "quickstart", 300)
+    folder = tmp_path / "quickstart/checkpoints/step_000010"
+    folder.mkdir(parents=True)
+    manifest = folder / "manifest.json"
+    for content in ({"step": 10, "weights": {}, "files": {}, "schema": 1}, {"schema": 9, "new": True}):
+        manifest.write_text(json.dumps(content))
+        with pytest.raises(
+            ConfigError, match=r"step_000010' was made by another release \(schema \d, this one reads 2"
+        ):
+            choose_run_dir(config(f"run.root={tmp_path}", "resume=auto"), Screen())
+    manifest.write_text("{")
+    resumed = choose_run_dir(config(f"run.root={tmp_path}", "resume=auto"), Screen())
+    assert resumed == (tmp_path / "quickstart", 0), "a manifest that is none makes no checkpoint"
+
+
 def test_overwriting_empties_a_run_but_never_one_in_use_or_something_else(tmp_path: Path) -> None:
     again = config(f"run.root={tmp_path}", "resume=overwrite")
     (tmp_path / "quickstart").mkdir()

@@ -369,3 +369,40 @@ def test_venus_lets_a_promoted_outsider_in_at_once() -> None:
     table.start("1.0", context=600)
     changed = table.age(2, 0, 1)
     assert changed == {"1.0": PARKED, "2.0": HIGH}
+
+
+def test_venus_shares_from_every_worker_that_is_short_of_room() -> None:
+    """The longest queue holds only what has started, which no engine here hands over: the next one's turn."""
+    table = Table("venus", workers=3, kv_tokens=1000, fill=1.0, reserve=0.0)
+    table.add("1.0", "2.0", "3.0", worker="w0")
+    table.start("1.0", "2.0", "3.0", context=300)
+    table.add("4.0", worker="w2")
+    table.start("4.0", context=900)
+    table.turn("1.0", 50, 400)
+    table.add("5.0", worker="w1")
+    table.start("5.0", context=900)
+    table.add("6.0", worker="w1")
+    assert {name for name, cls in table.classes().items() if cls is PARKED} == {"2.0", "3.0", "6.0"}
+    assert table.moved == []
+    table.end("4.0")
+    assert table.moved == [("6.0", "w2")]
+
+
+def test_venus_gives_an_empty_worker_what_fits_nowhere() -> None:
+    """Alone it runs, whatever its size: so it may go where nobody is."""
+    table = Table("venus", workers=2, kv_tokens=100)
+    table.policy.prompt_tokens = 5000.0  # type: ignore[attr-defined]
+    table.add("1.0", "2.0")
+    table.decide()
+    assert table.moved == [("2.0", "w1")] and PARKED not in table.classes().values()
+
+
+def test_venus_reserves_no_more_than_there_is_for_a_predictor_that_raves() -> None:
+    table = Table("venus", kv_tokens=1000, fill=1.0, reserve=1.0, growth_tokens=50)
+    table.add("1.0")
+    table.start("1.0", context=300)
+    table.turn("1.0", 10)
+    table.policy.estimated("1.0", 1, 1e9)
+    table.decide()
+    (working,) = table.policy._sets.values()  # type: ignore[attr-defined]
+    assert 900 < working.reserved <= 1100

@@ -90,7 +90,7 @@ class SlowScorer:
 def test_questions_are_asked_together_the_newest_first_and_each_trajectory_once() -> None:
     async def scenario() -> None:
         scorer = SlowScorer()
-        questions = Questions(scorer.score, most=3, clock=lambda: 0.0)
+        questions = Questions(scorer.score, most=3, patience_s=9.0, clock=lambda: 0.0)
 
         async def ask(name: str, *token_ids: int, turn: int = 2) -> asyncio.Task[float | None]:
             task = asyncio.create_task(questions.ask(name, turn, token_ids))
@@ -121,34 +121,59 @@ def test_questions_are_asked_together_the_newest_first_and_each_trajectory_once(
 
 
 def test_no_more_is_asked_together_than_is_computed_in_a_moment() -> None:
-    """An input takes 20 ms, so that two of them fit; then 1 ms, and all that waits is asked together again."""
+    """One call after the other. Where inputs are dear they are few; where only a call is, as many as there are."""
 
-    async def scenario() -> list[int]:
-        now, input_s, sizes = 0.0, 0.0, []
+    async def scenario() -> list[list[int]]:
+        now, costs, sizes = 0.0, [0.0, 0.0], []
+        turn = asyncio.Lock()
 
         async def score(sequences: Sequence[Sequence[int]]) -> list[float]:
             nonlocal now
-            sizes.append(len(sequences))
-            await asyncio.sleep(0)
-            now += input_s * len(sequences)
+            async with turn:
+                await asyncio.sleep(0)
+                now += costs[0] + costs[1] * len(sequences)
+            sizes[-1].append(len(sequences))
             return [1.0] * len(sequences)
 
-        questions = Questions(score, most=16, clock=lambda: now)
-        for seconds in (0.02, 0.001):
-            input_s = seconds
+        questions = Questions(score, most=16, patience_s=999.0, clock=lambda: now)
+        for pair in ((0.0, 0.02), (0.028, 0.0005), (0.0, 0.02), (0.0, 0.001)):  # seconds of a call, and of an input
+            costs[:] = pair
+            sizes.append([])
             for _ in range(8):
                 await asyncio.gather(*(questions.ask(f"p{place}", 1, [1]) for place in range(40)))
         return sizes
 
-    sizes = run(scenario())
-    assert max(sizes[4:100]) <= 2
-    assert max(sizes[-10:]) == 16
+    dear, fixed, dear_again, cheap = run(scenario())
+    assert max(dear[12:]) <= 4 and max(dear_again[12:]) <= 4
+    assert sum(size == 16 for size in fixed) >= 8 and max(cheap[-10:]) == 16
+
+
+def test_a_question_that_nobody_waits_for_is_not_computed() -> None:
+    async def scenario() -> None:
+        now, scorer = 0.0, SlowScorer()
+        questions = Questions(scorer.score, most=1, patience_s=5.0, clock=lambda: now)
+        asked = []
+        for name in "abcd":
+            asked.append(asyncio.create_task(questions.ask(name, 1, [1] * (len(asked) + 1))))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            now += 2.0
+        now = 10.0
+        scorer.gates[0].set()
+        assert await asked[0] == 1.0
+        assert await asked[2] is None, "asked 6 s ago"
+        assert [len(inputs[0]) for inputs in scorer.calls] == [1, 2, 4], "the newest, and not the third"
+        for gate in scorer.gates:
+            gate.set()
+        assert [await asked[1], await asked[3]] == [2.0, 4.0]
+
+    run(scenario())
 
 
 def test_what_cannot_be_scored_fails_and_the_next_is_asked() -> None:
     async def scenario() -> None:
         scorer = SlowScorer()
-        questions = Questions(scorer.score, most=1)
+        questions = Questions(scorer.score, most=1, patience_s=9.0)
         asked = [
             asyncio.create_task(questions.ask(name, 1, [token])) for name, token in (("a", 99), ("b", 98), ("c", 97))
         ]

@@ -27,6 +27,18 @@ def estimates(run: Launched) -> list[LengthEstimated]:
     return [row.event for row in rows if isinstance(row.event, LengthEstimated)]
 
 
+def report(run: Launched) -> dict[str, float]:
+    """How the model that answers was trained; empty: none does yet."""
+    current = run.run_dir / "predictor" / "current.json"
+    return read_json(current.parent / read_json(current)["model"] / "train.json") if current.exists() else {}
+
+
+def has_learned(run: Launched) -> bool:
+    """The first model may have had too few episodes to become better than it was made."""
+    found = report(run)
+    return bool(found) and found["loss_after"] < found["loss_before"]
+
+
 @pytest.mark.timeout(400)
 def test_a_run_trains_its_predictor_asks_it_and_outlives_it(tmp_path: Path) -> None:
     predictor = {
@@ -39,7 +51,11 @@ def test_a_run_trains_its_predictor_asks_it_and_outlives_it(tmp_path: Path) -> N
     overrides = [*SCRIPTED, "policy=venus", f"steps={STEPS}", "async_factor=1.5"]
     overrides += [f"rollout.predictor.{key}={value}" for key, value in predictor.items()]
     with Launched(tmp_path, *overrides) as run:
-        wait_until(lambda: run.process.poll() is not None or len(estimates(run)) >= 3, 200.0, f"answers; {run.text}")
+        wait_until(
+            lambda: run.process.poll() is not None or (len(estimates(run)) >= 3 and has_learned(run)),
+            240.0,
+            f"answers of a model that has learned; {run.text}",
+        )
         assert run.process.poll() is None, run.text
         os.kill(run.pid_of("predictor"), signal.SIGKILL)
         run.wait_steps(run.steps_done + 3)
@@ -49,8 +65,6 @@ def test_a_run_trains_its_predictor_asks_it_and_outlives_it(tmp_path: Path) -> N
         check_account(run.summary())
         answers, metrics = estimates(run), run.metrics()
     folder = tmp_path / "quickstart"
-    report = read_json(folder / "predictor" / read_json(folder / "predictor" / "current.json")["model"] / "train.json")
-    assert report["loss_after"] < report["loss_before"]
     # Each answer is about a turn that had ended before it.
     seen: set[tuple[str, int]] = set()
     for row in read_rows(folder / "events.jsonl"):

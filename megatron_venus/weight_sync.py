@@ -14,6 +14,7 @@ up with its name; the others get the whole version in a new group.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -66,9 +67,12 @@ class WeightSync:
         self.buckets = list(buckets_of(source.infos, int(config.bucket_mb * 1e6)))
         self.bucket_bytes = max(bucket.nbytes for bucket in self.buckets)
         """Bytes of the largest bucket: about `bucket_mb`, or the largest tensor if that is larger."""
+
+    @functools.cached_property
+    def _slot_bytes(self) -> int:
+        """Bytes of the largest message that must be gathered; like whatever asks what lies whole, on rank 0 only."""
         messages = [message for bucket in self.buckets for message in bucket.messages]
-        self._slot_bytes = max((message.nbytes for message in messages if message.whole(source) is None), default=0)
-        """Bytes of the largest message that must be gathered."""
+        return max((message.nbytes for message in messages if message.whole(self._source) is None), default=0)
 
     def send(self, version: int, addresses: Sequence[EngineAddress]) -> SyncResult:
         """Bring every engine to `version`, or give it up.

@@ -169,7 +169,7 @@ class PredictRequest(Record, frozen=True, kw_only=True):
 
 
 class PredictReply(Record, frozen=True, kw_only=True):
-    """None: there is no trained model yet, or the trajectory has asked again since."""
+    """None: there is no trained model yet, or the answer comes too late (`rollout.predictor.questions`)."""
 
     remaining_tokens: float | None
 

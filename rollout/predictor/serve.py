@@ -50,7 +50,7 @@ class Predictor:
         self.failure = ""
 
     async def predict(self, request: PredictRequest) -> PredictReply:
-        """Remaining output tokens, at least 1; None while there is no model, or when the trajectory has gone on."""
+        """Remaining output tokens, at least 1; None while there is no model, or when it comes too late."""
         if self._questions is None:
             return PredictReply(remaining_tokens=None)
         text = window(request.token_ids, self._config.context_tokens)

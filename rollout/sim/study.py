@@ -1,7 +1,7 @@
 """`python -m rollout.sim.study`: every policy in every cell, several seeds, and STUDY.md out of it.
 
-It goes on where it was stopped: each finished run is a line of `study/raw.jsonl`; the report is made of those of this
-code, or of the last line's where there are none. `--quick` is a fraction of `--full`
+It goes on where it was stopped: each finished run is a line of `study/raw.jsonl`; the report is made, policy by
+policy, of those of this code, or of the last line's where there are none. `--quick` is a fraction of `--full`
 with the same runs: 32B, correlation 0.6, batch 16 and 64, async_factor 1 and 2, three host caches, two seeds.
 """
 
@@ -20,7 +20,7 @@ from rollout.sim.study_cells import runs
 from rollout.sim.study_plot import draw
 from rollout.sim.study_report import document
 from rollout.sim.study_results import Results
-from rollout.sim.study_runs import code_digest, make_missing, read_rows
+from rollout.sim.study_runs import Row, code_digest, is_current, make_missing, policy_name, read_rows
 from rollout.sim.study_tune import tuning_runs
 
 HOME = Path(__file__).resolve().parent
@@ -62,14 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row for row in read_rows(raw) if row.run in asked]
     if not rows:
         raise ConfigError(f"{raw} has no run of this study", "leave --report-only out")
-    code = code_digest() if any(row.code == code_digest() for row in rows) else rows[-1].code
-    results = Results([row for row in rows if row.code == code])
+    results = Results(_of_one_code_each(rows))
     tuning = read_rows(tuned)
     text = document(results, full=args.full, wanted=len(wanted), machine=results.rows[-1].machine, tuning=tuning)
     write_atomic(args.folder / "STUDY.md", text.encode())
     draw(results, args.folder / "study", full=args.full)
-    print(f"wrote {args.folder / 'STUDY.md'}: {len(results.rows)} of {len(wanted)} runs, code {code}", file=sys.stderr)
+    print(f"wrote {args.folder / 'STUDY.md'}: {len(results.rows)} of {len(wanted)} runs", file=sys.stderr)
     return 1 if missing else 0
+
+
+def _of_one_code_each(rows: Sequence[Row]) -> list[Row]:
+    """Policy by policy those of this code, or of the last line's."""
+    codes = {policy_name(row.policy): row.code for row in rows}
+    codes |= {policy_name(row.policy): row.code for row in rows if is_current(row)}
+    return [row for row in rows if row.code == codes[policy_name(row.policy)]]
 
 
 if __name__ == "__main__":

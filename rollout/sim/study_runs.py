@@ -1,10 +1,13 @@
 """The study's raw results: one JSON line a run, appended as it ends, so that a study goes on where it was stopped.
 
-A line is used again when it comes from the same code: the digest of every module that a result depends on.
+A line is used again when it comes from the same code: the digest of every module that a result depends on. A module of
+one policy is no concern of the others' lines.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -12,7 +15,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -21,11 +24,13 @@ import msgspec
 
 from envclient.base.configs import build
 from envclient.base.files import read_jsonl
+from rollout.policy.registry import POLICIES
 from rollout.sim.cluster import Cluster
 from rollout.sim.config import PRESETS, SimConfig
 from rollout.sim.labels import policy_keys
 from rollout.sim.study_cells import Cell, Run
 
+_HOME = Path(__file__).resolve().parents[1]
 _PRESENTATION = ("study", "plan", "plots", "report", "compiled", "__main__")
 
 
@@ -49,17 +54,52 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return Run(cell=self.cell, policy=self.policy, seed=self.seed)
 
 
-def code_digest() -> str:
-    """Of the sources of simulator, policies and dispatcher, without what only presents results."""
-    home = Path(__file__).resolve().parents[1]
+@functools.cache
+def code_digest(policy: str = "", home: Path = _HOME) -> str:
+    """Of the sources that this policy's results depend on, without what only presents results.
+
+    Simulator and dispatcher, and of `rollout/policy` what these or the policy's own module import; "": all of it.
+    """
+    sources = [home / name for name in ("types.py", "config.py")]
+    for folder in ("sim", "dispatcher"):
+        found = sorted((home / folder).glob("*.py"))
+        sources += [path for path in found if folder != "sim" or not path.stem.startswith(_PRESENTATION)]
     digest = hashlib.sha256()
-    for folder in ("sim", "policy", "dispatcher"):
-        for path in sorted((home / folder).glob("*.py")):
-            if folder != "sim" or not path.stem.startswith(_PRESENTATION):
-                digest.update(path.read_bytes())
-    for name in ("types.py", "config.py"):
-        digest.update((home / name).read_bytes())
+    for path in [*sources, *(_policy_sources(home / "policy", sources, policy))]:
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _policy_sources(folder: Path, users: Sequence[Path], policy: str) -> list[Path]:
+    if not policy:
+        return sorted(folder.glob("*.py"))
+    classes = {name: each.__module__.rpartition(".")[2] for name, each in POLICIES.items()}
+    registry = folder / "registry.py"
+    todo = [name for path in (*users, registry) for name in _policy_imports(path) if name not in classes.values()]
+    todo.append(classes[policy])
+    found = {"__init__", "registry"}
+    while todo:
+        if (name := todo.pop()) not in found:
+            found.add(name)
+            todo += _policy_imports(folder / f"{name}.py")
+    return [folder / f"{name}.py" for name in sorted(found)]
+
+
+def _policy_imports(path: Path) -> Iterator[str]:
+    """Modules of `rollout.policy` that a source imports."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollout.policy."):
+            yield (node.module or "").split(".")[2]
+
+
+def is_current(row: Row) -> bool:
+    """Whether it comes from this code."""
+    return row.code == code_digest(policy_name(row.policy))
+
+
+def policy_name(label: str) -> str:
+    """Of a label: a policy, and keys of it."""
+    return label.partition(":")[0]
 
 
 def commit() -> str:
@@ -128,10 +168,10 @@ def make_missing(
     Args:
         budget_s: no run is begun later than this.
     """
-    code, revision, here = code_digest(), commit(), machine()
-    done = {row.run for row in read_rows(path) if row.code == code}
+    revision, here = commit(), machine()
+    done = {row.run for row in read_rows(path) if is_current(row)}
     missing = [run for run in wanted if run not in done]
-    tell(f"{len(wanted)} runs, {len(wanted) - len(missing)} of them there from code {code}")
+    tell(f"{len(wanted)} runs, {len(wanted) - len(missing)} of them there from this code")
     if not missing:
         return 0
     began = time.monotonic()
@@ -152,7 +192,7 @@ def make_missing(
                 run = under_way.pop(future)
                 result, cpu_s = future.result()
                 row = Row(
-                    code=code,
+                    code=code_digest(policy_name(run.policy)),
                     commit=revision,
                     machine=here,
                     cell=run.cell,

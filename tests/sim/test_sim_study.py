@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from envclient.base.errors import ConfigError
+from rollout.policy.registry import POLICIES
 from rollout.sim import compiled, study, study_runs, study_tune
 from rollout.sim.fairness import classes, discard_shares, drift, shares
 from rollout.sim.study_cells import LIVE, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, runs
@@ -187,9 +189,47 @@ def test_a_stopped_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         file.write(b'{"code": "cut off')  # killed while writing
     assert make_missing(raw, wanted, processes=2, budget_s=None, tell=lines.append) == 0
     assert made == wanted and {row.run for row in read_rows(raw)} == set(wanted)
-    assert {row.code for row in read_rows(raw)} == {code_digest()}
+    assert {row.policy: row.code for row in read_rows(raw)} == {one.policy: code_digest(one.policy) for one in wanted}
     assert make_missing(raw, [*wanted, Run(cell=Cell(), policy="paper", seed=1)], processes=1, budget_s=-1.0) == 1
     assert "[2/2, 0 min left]" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "concerned"),
+    [
+        ("policy/venus.py", {"venus", "oracle"}),
+        ("policy/working_set.py", {"venus", "oracle", "paper", "fcfs_priority", "longest_first"}),
+        ("policy/program_load.py", {"program_aware", "program_aware_plus"}),
+        ("policy/lengths.py", set(POLICIES)),
+        ("policy/registry.py", set(POLICIES)),
+        ("dispatcher/machine.py", set(POLICIES)),
+        ("sim/kv.py", set(POLICIES)),
+        ("sim/study_report.py", set()),
+    ],
+)
+def test_a_change_concerns_whom_it_reaches(tmp_path: Path, changed: str, concerned: set[str]) -> None:
+    home = tmp_path / "rollout"
+    shutil.copytree(Path(study_runs.__file__).parents[1], home, ignore=shutil.ignore_patterns("__pycache__", "study"))
+    code_digest.cache_clear()
+    before = {name: code_digest(name, home) for name in ("", *POLICIES)}
+    assert before == {name: code_digest(name) for name in before}
+    with (home / changed).open("a") as file:
+        file.write("# changed\n")
+    code_digest.cache_clear()
+    assert {name for name in POLICIES if code_digest(name, home) != before[name]} == concerned
+    assert (code_digest("", home) != before[""]) == bool(concerned)
+
+
+def test_a_report_keeps_policies_of_which_nothing_changed(tmp_path: Path) -> None:
+    cell = Cell(batch=64, async_factor=2.0)
+    old = msgspec.structs.replace(_row("trajectory", 1e6, cell=cell), code="older")
+    new = [msgspec.structs.replace(_row(OURS, 1e6, cell=cell), code=code) for code in (code_digest(OURS), "older")]
+    raw = tmp_path / "study" / "raw.jsonl"
+    raw.parent.mkdir()
+    raw.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in (old, *new)))
+    assert study.main(["--report-only", "--folder", str(tmp_path)]) == 0
+    text = (tmp_path / "STUDY.md").read_text()
+    assert "Runs: 2 of the" in text and f"(code {', '.join(sorted((code_digest(OURS), 'older')))};" in text
 
 
 def test_one_run_as_a_process_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:

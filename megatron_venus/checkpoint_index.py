@@ -90,7 +90,7 @@ def read_manifest(path: Path) -> Manifest:
     if schema != SCHEMA:
         raise OtherRelease(
             f"checkpoint {str(path)!r} was made by another release (schema {schema}, this one reads {SCHEMA})",
-            "go on with that release, or start a run of another name from an export",
+            "go on with that release, or with its export in hf/: in a run of another name, or by ckpt_tools.from_hf",
         )
     return msgspec.json.decode(raw, type=Manifest)
 

@@ -2,7 +2,7 @@
 
 It goes on where it was stopped: each finished run is a line of `study/raw.jsonl`; the report is made, policy by
 policy, of those of this code, or of the last line's where there are none. `--quick` is a fraction of `--full`
-with the same runs: 32B, correlation 0.6, batch 16 and 64, async_factor 1 and 2, three host caches, two seeds.
+with the same runs: 32B, correlation 0.6, batch 16 and 64, async_factor 1 and 2, three host caches, one seed.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def draw(results: Results, folder: Path, *, full: bool) -> list[Path]:
 def _throughput(pyplot: Any, results: Results, path: Path, full: bool) -> Path:
     cells = [c for c in grid(full) if c.correlation == 0.6 and c.preset == "32b" and results.has(c, OURS)]
     policies = (*LIVE, OURS, ORACLE)
+    colors = pyplot.get_cmap("tab20").colors  # ten, as usual, are too few
     figure, axis = pyplot.subplots(figsize=(max(6.0, 1.1 * len(cells)), 4.5))
     for place, policy in enumerate(policies):
         there = [(n, results.values(cell, policy)) for n, cell in enumerate(cells) if results.has(cell, policy)]
@@ -33,7 +34,8 @@ def _throughput(pyplot: Any, results: Results, path: Path, full: bool) -> Path:
         low = [m - values[0] / 1e6 for m, (_, values) in zip(middle, there, strict=True)]
         high = [values[-1] / 1e6 - m for m, (_, values) in zip(middle, there, strict=True)]
         width = 0.85 / len(policies)
-        axis.bar([n + place * width for n, _ in there], middle, width, yerr=[low, high], label=policy)
+        places = [n + place * width for n, _ in there]
+        axis.bar(places, middle, width, yerr=[low, high], label=policy, color=colors[place])
     names = [f"B={c.batch}\naf={c.async_factor:g}\n{c.l2}" for c in cells]
     axis.set_xticks([n + 0.4 for n in range(len(cells))], names, fontsize=7)
     axis.set_ylabel("million trained tokens / hour")

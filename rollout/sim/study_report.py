@@ -27,7 +27,7 @@ from rollout.sim.study_cells import (
     sweep,
 )
 from rollout.sim.study_results import Results, kv_demand
-from rollout.sim.study_runs import Row
+from rollout.sim.study_runs import Row, policy_name
 from rollout.sim.study_tune import CELLS, SEEDS, SETTINGS, scores
 
 PAPER_TABLE_1 = {
@@ -139,7 +139,7 @@ def _targets(results: Results, full: bool) -> str:
 
 def _name(label: str) -> str:
     """Of the policy: its setting is that of the tuning's table."""
-    name = label.partition(":")[0]
+    name = policy_name(label)
     return f"{name}, 64 slots" if label in PLAIN and label != TUNED[label] else name
 
 

@@ -3,10 +3,9 @@
 For two sizes of a synthetic Qwen3: the actor's process sends its weights to the engine as in training (names, buckets,
 loading, flush, acknowledgement), and between the syncs it broadcasts as many bytes, in messages of the same sizes, to a
 process that only receives them into memory it has. `ratio` = bytes/s of the whole sync / bytes/s of the raw broadcast
-right before it, the median over rounds (the machine's own speed drifts, and a fastest round is luck), the worse size.
-Memory: resident bytes at the
-peak of a sync beyond those before it, in buckets, in the actor and in the engine's scheduler. After the last sync every
-checksum is compared.
+right before it, the median over rounds (the machine's own speed drifts, and a fastest round is luck), the worse size;
+`ratio_of_fastest` = the same of the fastest round of each. Memory: resident bytes at the peak of a sync beyond those
+before it, in buckets, in the actor and in the engine's scheduler. After the last sync every checksum is compared.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from envclient.base.errors import InvariantError, WireError
@@ -29,6 +28,7 @@ from megatron_venus.architecture import Architecture
 from megatron_venus.bucket import Bucket, buckets_of
 from megatron_venus.config import SyncConfig
 from megatron_venus.engine_digests import EngineDigests
+from megatron_venus.send_ring import SendRing
 from megatron_venus.sync_engine import EngineGone, EnginesFailed, SyncEngine, answers, start
 from megatron_venus.sync_group import SyncGroup
 from megatron_venus.sync_result import SyncResult
@@ -64,15 +64,21 @@ class WeightSync:
         self._seconds: dict[str, float] = {}
         self._verified: dict[EngineAddress, int] = {}
         """Engine → number of syncs after which its checksums were compared."""
+        self._kept_ring: SendRing | None = None
         self.buckets = list(buckets_of(source.infos, int(config.bucket_mb * 1e6)))
         self.bucket_bytes = max(bucket.nbytes for bucket in self.buckets)
         """Bytes of the largest bucket: about `bucket_mb`, or the largest tensor if that is larger."""
 
     @functools.cached_property
-    def _slot_bytes(self) -> int:
+    def _largest_gathered(self) -> int:
         """Bytes of the largest message that must be gathered; like whatever asks what lies whole, on rank 0 only."""
         messages = [message for bucket in self.buckets for message in bucket.messages]
         return max((message.nbytes for message in messages if message.whole(self._source) is None), default=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes held from one sync to the next."""
+        return self._kept_ring.nbytes if self._kept_ring is not None else 0
 
     def send(self, version: int, addresses: Sequence[EngineAddress]) -> SyncResult:
         """Bring every engine to `version`, or give it up.
@@ -126,11 +132,11 @@ class WeightSync:
         """
         asked = {engine: start(engine.checksums) for engine in (self._engines if engines is None else engines)}
         digests = {ranks: EngineDigests(layout) for ranks, layout in self._layouts().items()}
-        flat = self._buffer()
+        ring = self._ring()
         for bucket in self.buckets:
             for message in bucket.messages:
                 whole = message.whole(self._source)
-                tensors = message.views(flat) if whole is None else [whole]
+                tensors = message.views(ring.take(message.nbytes)[0]) if whole is None else [whole]
                 if whole is None:
                     self._source.read(range(message.start, message.start + len(tensors)), tensors)
                 for info, tensor in zip(message.infos, tensors, strict=True):
@@ -192,14 +198,14 @@ class WeightSync:
                     raise InvariantError(f"{engine}: its parameter {name!r} is {theirs[name]}, the actor's {mine}")
 
     def _broadcast(self, version: int, group: SyncGroup) -> None:
-        slots = [self._buffer() for _ in range(2)]
+        ring = self._ring()
         loading: dict[SyncEngine, Future[Any]] = {}
         for number, bucket in enumerate(self.buckets, start=1):
             # The engines may still be loading the bucket before: they take this request up when they are done.
             updates = self._ask(version, bucket, group, last=number == len(self.buckets))
             begun, waited = self._clock(), self._seconds["broadcast"]
             works: list[Any] = []
-            self._source.read(bucket.gathered(self._source), self._sending(bucket, group, slots, works, updates))
+            self._source.read(bucket.gathered(self._source), self._sending(bucket, group, ring, works, updates))
             self._lap("gather", begun)
             self._seconds["gather"] -= self._seconds["broadcast"] - waited
             begun = self._clock()
@@ -216,23 +222,22 @@ class WeightSync:
         self,
         bucket: Bucket,
         group: SyncGroup,
-        slots: list[Tensor],
+        ring: SendRing,
         works: list[Any],
         updates: dict[SyncEngine, Future[Any]],
     ) -> Iterator[Tensor]:
-        """Send the bucket's messages in order; yields the tensors to be gathered, in two slots by turns."""
-        in_slots: list[Any] = []
+        """Send the bucket's messages in order; yields the tensors to be gathered, in the ring."""
         for message in bucket.messages:
             whole = message.whole(self._source)
             if whole is None:
-                if len(in_slots) >= len(slots):
+                memory, before = ring.take(message.nbytes)
+                if not all(work.is_completed() for work in before):
                     begun = self._clock()
-                    group.wait_sent([in_slots[-len(slots)]], updates)
+                    group.wait_sent(before, updates)
                     self._lap("broadcast", begun)
-                slot = slots[len(in_slots) % len(slots)]
-                yield from message.views(slot)
-                in_slots.append(group.send(slot[: message.nbytes]))
-                works.append(in_slots[-1])
+                yield from message.views(memory)
+                works.append(group.send(memory))
+                ring.sent_by(works[-1])
             else:
                 works.append(group.send(whole))
 
@@ -250,9 +255,18 @@ class WeightSync:
         }
         return {engine: start(engine.post, "/update_weights_from_distributed", **fields) for engine in self._engines}
 
-    def _buffer(self) -> Tensor:
-        """Room for the largest message that must be gathered."""
-        return torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._source.device)
+    def _ring(self) -> SendRing:
+        """Room for two of the largest messages that must be gathered; nothing in it is in use."""
+        if self._kept_ring is not None:
+            self._kept_ring.clear()
+            return self._kept_ring
+        nbytes = max(2 * self._largest_gathered, self.bucket_bytes // 8) if self._largest_gathered else 0
+        ring = SendRing(nbytes, self._source.device)
+        # Fresh pages cost a CPU as much as what is copied into them. A GPU's allocator has its pages already, and what
+        # is not held between two syncs is the training step's.
+        if self._source.device.type == "cpu":
+            self._kept_ring = ring
+        return ring
 
     def _layouts(self) -> dict[int, EngineLayout]:
         """By the engines' number of ranks."""

@@ -44,7 +44,7 @@ def main(model: Path, engine_url: str, scheduler: int, rounds: int) -> None:
         reset_peak(scheduler)
         result = sync.send(version, engines)
         extra = {
-            "actor": max(extra["actor"], extra_bytes()),
+            "actor": max(extra["actor"], sync.kept_bytes + extra_bytes()),
             "engine": max(extra["engine"], extra_bytes(scheduler)),
         }
         found["sync_s"].append(result.seconds["total"])

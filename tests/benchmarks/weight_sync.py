@@ -5,7 +5,8 @@ loading, flush, acknowledgement), and between the syncs it broadcasts as many by
 process that only receives them into memory it has. `ratio` = bytes/s of the whole sync / bytes/s of the raw broadcast
 right before it, the median over rounds (the machine's own speed drifts, and a fastest round is luck), the worse size;
 `ratio_of_fastest` = the same of the fastest round of each. Memory: resident bytes at the peak of a sync beyond those
-before it, in buckets, in the actor and in the engine's scheduler. After the last sync every checksum is compared.
+before it, and what is kept from sync to sync, in buckets, in the actor and in the engine's scheduler. After the last
+sync every checksum is compared.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ async def _one_size(model: Path, folder: Path, rounds: int, say: Say) -> dict[st
         done = await asyncio.to_thread(
             subprocess.run,
             command,
-            env=os.environ | {"VENUS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            # As the launcher starts an actor; the raw peer has it of its parent.
+            env=os.environ
+            | {"VENUS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "PYTHONWARNINGS": "ignore"},
             stdout=subprocess.PIPE,
             check=True,
             timeout=900,

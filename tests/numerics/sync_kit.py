@@ -32,7 +32,7 @@ class SyncCase(Record):
 
 
 class SyncReport(Record):
-    """One sync, and by how many bytes every process's memory was larger at its peak than before it."""
+    """One sync, and by how many bytes every process's memory was larger at its peak than without it."""
 
     result: SyncResult
     extra_bytes: list[int]
@@ -54,11 +54,12 @@ def process(case: SyncCase, trained: Path) -> list[SyncReport]:
         for group in groups:
             stream.add(group)
         assert not stream.finish(step, kit.counts_of(groups)).skipped
+        kept = sync.kept_bytes
         reset_peak()
         result = sync.send(step, case.engines) if leader else SyncResult(seconds={})
         export.finish()
         extra = [0] * dist.get_world_size()
-        dist.all_gather_object(extra, extra_bytes())
+        dist.all_gather_object(extra, kept + extra_bytes())
         reports.append(SyncReport(result=result, extra_bytes=extra))
     weights = {name: tensor.clone() for name, tensor in actor.hf_tensors()}
     if leader:

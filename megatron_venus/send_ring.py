@@ -21,7 +21,7 @@ class _Lying:
 
 
 class SendRing:
-    """`nbytes` on `device`; takes messages of at most that size, and is fullest when most are much smaller."""
+    """`nbytes` on `device`, for messages of at most that size; a `take` is followed by `sent_by`, if it is sent."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -48,5 +48,5 @@ class SendRing:
         self._lying.append(_Lying(start=self._start, stop=self._stop, sending=sending))
 
     def clear(self) -> None:
-        """Nothing in it is in use any more."""
+        """Nothing in it is in use any more: what a broken group was sending never ends."""
         self._lying.clear()

@@ -65,7 +65,7 @@ class Supervisor:
             TOKEN_VARIABLE: self.token,
             RUN_ID_VARIABLE: self.run_id,
             "OMP_NUM_THREADS": "1",
-            # Weights in huge pages: on CPU a broadcast of them takes a quarter less of the processors' time.
+            # Weights in huge pages: on CPU a broadcast of them takes less of the processors' time.
             "THP_MEM_ALLOC_ENABLE": "1",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",

@@ -231,6 +231,7 @@ class WeightSync:
             whole = message.whole(self._source)
             if whole is None:
                 memory, before = ring.take(message.nbytes)
+                # Waiting costs a thread, so only where needed; one that failed raises in the bucket's last wait.
                 if not all(work.is_completed() for work in before):
                     begun = self._clock()
                     group.wait_sent(before, updates)
@@ -256,7 +257,7 @@ class WeightSync:
         return {engine: start(engine.post, "/update_weights_from_distributed", **fields) for engine in self._engines}
 
     def _ring(self) -> SendRing:
-        """Room for two of the largest messages that must be gathered; nothing in it is in use."""
+        """Room for two of the largest messages that must be gathered, or an eighth of a bucket; none of it in use."""
         if self._kept_ring is not None:
             self._kept_ring.clear()
             return self._kept_ring

@@ -123,13 +123,18 @@ def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     cell = Cell(batch=64, async_factor=2.0, l2="default")
     rivals = dict.fromkeys(LIVE, 6e6) | {TUNED["paper"]: 10e6}
     rows = [_row(name, rate, cell=cell) for name, rate in {OURS: 9e6, **rivals}.items()]
+    close = Cell(batch=64, async_factor=1.0, l2="none")
+    rows += [_row(OURS, 10.96e6, cell=close), _row(TUNED["program_aware"], 1e7, cell=close)]
+    rows.append(_row(NO_LIMITS, 11.5e6, cell=close))
     rows.append(_row(OURS, 1e6, cell=Cell(batch=16, l2="none")))  # a cell that is not complete is not judged
     rows.append(_row(TUNED["action"], 2e6, cell=Cell(batch=16, l2="none")))
     text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
     assert "## Targets, as far as it ran" in text and "Not run yet." in text
-    assert "| never below 0.95× | 0.90× of `paper` at 32b B=64 af=2 L2=default ρ=0.6 | **no** |" in text
-    assert "| ≥ 1.1× of ThunderAgent's rule at batch 64, L2 default | 1.50–1.50× in 1 cells | yes |" in text
+    assert "| never below 0.95× | 0.900× of `paper` at 32b B=64 af=2 L2=default ρ=0.6 | **no** |" in text
+    assert "batch 64, L2 default | 1.500–1.50×, median 1.50×, in 1 cells | yes |" in text
     assert "| 32b B=64 af=2 L2=default ρ=0.6 | `paper` | 0.900 |" in text
+    assert "batch 64, L2 none | 1.096–1.10×, median 1.10×, in 1 cells | **no** |" in text
+    assert "| 32b B=64 af=1 L2=none ρ=0.6 | 1.096 | – | 1.05 |" in text
 
 
 def test_every_policy_is_tuned_alike_and_the_study_uses_what_came_of_it() -> None:

@@ -18,8 +18,9 @@ MODULES = (
     *(f"rollout/sim/{name}.py" for name in ("clock", "kv", "engine", "worker", "cluster", "cost", "sandboxes")),
     "rollout/sim/trainer.py",
     *(f"rollout/policy/{name}.py" for name in ("jobs", "slots", "critical", "working_set", "lengths", "base")),
-    *(f"rollout/policy/{name}.py" for name in ("grouped", "venus", "paper", "program_aware")),
-    *(f"rollout/dispatcher/{name}.py" for name in ("schedule", "pool", "machine", "groups", "batch")),
+    *(f"rollout/policy/{name}.py" for name in ("grouped", "venus", "paper", "program_aware", "program_load")),
+    *(f"rollout/policy/{name}.py" for name in ("predictions", "staleness", "gate", "hand_out", "settings")),
+    *(f"rollout/dispatcher/{name}.py" for name in ("schedule", "pool", "machine", "groups", "batch", "sync")),
 )
 _BUILD = """
 import sys

@@ -1,8 +1,10 @@
-"""Recorded trajectories: the shipped coding sessions, and a run of one's own."""
+"""Recorded trajectories and the workload that draws them: the shipped coding sessions, and a run of one's own."""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +12,56 @@ from pathlib import Path
 from envclient.base.errors import ConfigError
 from envclient.base.files import read_jsonl
 from rollout.sim.config import WorkloadConfig
-from rollout.sim.workload import Recorded
+from rollout.sim.workload import Dice, Script, bounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A recorded trajectory: token counts by turn."""
+
+    prompt_tokens: int
+    outputs: list[int]
+    appended: list[int]
+    tools_s: list[float] | None = None
+    """None: drawn from the tool mix."""
+
+
+class RecordedWorkload:
+    """Draws recorded trajectories.
+
+    Members of a group are neighbours by length: `correlation` 1 gives all of them the same one, 0 independent ones.
+    They begin with one and the same prompt: that of the recording in their middle.
+    """
+
+    def __init__(self, dice: Dice, records: list[Recorded]) -> None:
+        self._dice = dice
+        self._records = sorted(records, key=lambda r: (len(r.outputs), sum(r.outputs)))
+
+    def script(self, prompt: int, member: int, attempt: int) -> Script:
+        c = self._dice.config
+        rng = self._dice.of(0, prompt, member, attempt)
+        shared = math.sqrt(c.correlation) * self._dice.of(1, prompt).standard_normal()
+        prompt_tokens = self._at(shared).prompt_tokens
+        record = self._at(shared + math.sqrt(1.0 - c.correlation) * rng.standard_normal())
+        outputs = record.outputs[: c.max_turns]
+        outputs, truncated = bounded(prompt_tokens, outputs, record.appended, c.context_limit)
+        drawn = self._dice.tools_s(rng, len(outputs))
+        fails, stuck = self._dice.accident(rng, len(outputs))
+        return Script(
+            prompt_tokens=prompt_tokens,
+            outputs=outputs,
+            appended=record.appended[: len(outputs)],
+            tools_s=drawn if record.tools_s is None else [s * c.scale_tools for s in record.tools_s[: len(outputs)]],
+            reward=self._dice.reward(rng, prompt),
+            truncated=truncated,
+            fails_after=fails,
+            stuck_after=stuck,
+        )
+
+    def _at(self, z: float) -> Recorded:
+        """The recording whose length has this place in a normal distribution."""
+        rank = 0.5 * (1.0 + math.erf(z / math.sqrt(2.0)))
+        return self._records[min(len(self._records) - 1, int(rank * len(self._records)))]
 
 
 def sessions(config: WorkloadConfig) -> list[Recorded]:

@@ -32,7 +32,8 @@ from rollout.sim.labels import policy_keys
 from rollout.sim.study_cells import Cell, Run
 
 _HOME = Path(__file__).resolve().parents[1]
-_PRESENTATION = ("study", "plan", "plots", "report", "compiled", "__main__")
+_ASIDE = ("study", "plan", "plots", "report", "compiled", "__main__", "recordings")
+"""Modules of the simulator that no run of the study goes through: its trajectories are drawn from distributions."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,14 +58,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def code_digest(policy: str = "", home: Path = _HOME) -> str:
-    """Of the sources that this policy's results depend on, without what only presents results.
+    """Of the sources that this policy's results depend on.
 
     Simulator and dispatcher, and of `rollout/policy` what these or the policy's own module import; "": all of it.
     """
     sources = [home / name for name in ("types.py", "config.py")]
     for folder in ("sim", "dispatcher"):
         found = sorted((home / folder).glob("*.py"))
-        sources += [path for path in found if folder != "sim" or not path.stem.startswith(_PRESENTATION)]
+        sources += [path for path in found if folder != "sim" or not path.stem.startswith(_ASIDE)]
     digest = hashlib.sha256()
     for path in [*sources, *(_policy_sources(home / "policy", sources, policy))]:
         digest.update(path.read_bytes())

@@ -132,55 +132,10 @@ class SweWorkload:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """A recorded trajectory: token counts by turn."""
-
-    prompt_tokens: int
-    outputs: list[int]
-    appended: list[int]
-    tools_s: list[float] | None = None
-    """None: drawn from the tool mix."""
-
-
-class RecordedWorkload:
-    """Draws recorded trajectories.
-
-    Members of a group are neighbours by length: `correlation` 1 gives all of them the same one, 0 independent ones.
-    A recording's first prompt counts as shared by its group up to `first_context`; the rest is the first observation.
-    """
-
-    def __init__(self, dice: Dice, records: list[Recorded]) -> None:
-        self._dice = dice
-        self._records = sorted(records, key=lambda r: (len(r.outputs), sum(r.outputs)))
-
-    def script(self, prompt: int, member: int, attempt: int) -> Script:
-        c = self._dice.config
-        rng = self._dice.of(0, prompt, member, attempt)
-        z = math.sqrt(c.correlation) * self._dice.of(1, prompt).standard_normal()
-        z += math.sqrt(1.0 - c.correlation) * rng.standard_normal()
-        rank = 0.5 * (1.0 + math.erf(z / math.sqrt(2.0)))
-        record = self._records[min(len(self._records) - 1, int(rank * len(self._records)))]
-        outputs = record.outputs[: c.max_turns]
-        outputs, truncated = bounded(record.prompt_tokens, outputs, record.appended, c.context_limit)
-        drawn = self._dice.tools_s(rng, len(outputs))
-        fails, stuck = self._dice.accident(rng, len(outputs))
-        return Script(
-            prompt_tokens=record.prompt_tokens,
-            outputs=outputs,
-            appended=record.appended[: len(outputs)],
-            tools_s=drawn if record.tools_s is None else [s * c.scale_tools for s in record.tools_s[: len(outputs)]],
-            reward=self._dice.reward(rng, prompt),
-            truncated=truncated,
-            fails_after=fails,
-            stuck_after=stuck,
-        )
-
-
 def make_workload(config: SimConfig) -> Workload:
     """The source that `workload.kind` names. Raises: ConfigError: no such kind, or nothing recorded."""
     from envclient.base.errors import ConfigError
-    from rollout.sim.recordings import from_run, sessions
+    from rollout.sim.recordings import RecordedWorkload, from_run, sessions
 
     dice = Dice(config.workload, config.failures, config.seed)
     kind = config.workload.kind

@@ -214,6 +214,16 @@ def test_sessions_keep_their_counts() -> None:
     assert len({script.turns for script in scripts}) > 10
 
 
+def test_a_group_of_recordings_has_one_prompt() -> None:
+    keys = ("workload.kind=sessions", "workload.context_limit=131072", "workload.first_context=13500")
+    workload = make_workload(small(*keys))
+    groups = [[workload.script(p, member, attempt) for member in range(8) for attempt in (0, 1)] for p in range(40)]
+    prompts = [{script.prompt_tokens for script in group} for group in groups]
+    assert all(len(each) == 1 for each in prompts)
+    assert len(set.union(*prompts)) > 1, "recordings begin with different prompts"
+    assert any(len({script.turns for script in group}) > 1 for group in groups)
+
+
 def test_a_run_of_ones_own_is_read(tmp_path: Path) -> None:
     turn = {"event": "turn_ended", "version": 0}
     events = [

@@ -210,6 +210,7 @@ def test_a_stopped_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("dispatcher/machine.py", set(POLICIES)),
         ("sim/kv.py", set(POLICIES)),
         ("sim/study_report.py", set()),
+        ("sim/recordings.py", set()),
     ],
 )
 def test_a_change_concerns_whom_it_reaches(tmp_path: Path, changed: str, concerned: set[str]) -> None:

@@ -3,7 +3,7 @@
 Each entry says what it holds now and what is reserved for it (its growth included); a group's prompt is counted once.
 Entries are taken in the order of their keys while what is *reserved* fits; they are put out, worst first, only when
 what is *held* does not fit any more, or when a better outsider needs the room. Members compare by another key than
-outsiders, so that small differences change nothing. O(log n) a change.
+outsiders, so that small differences change nothing. A change costs O(log n) comparisons.
 """
 
 from __future__ import annotations

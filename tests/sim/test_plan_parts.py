@@ -6,11 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
 from envclient.base.errors import ConfigError
 from rollout.sim.__main__ import main as simulate_main
+from rollout.sim.plan import search
 from rollout.sim.plan.__main__ import main
 from rollout.sim.plan.bounds import bounds, means
 from rollout.sim.plan.config import PlanConfig, plan_config
@@ -97,6 +99,11 @@ def test_scaling_down_keeps_the_load_of_a_worker() -> None:
     assert (small.group.batch, small.environment.sandboxes, small.trainer.replicas) == (16, 100, 1)
     assert small.trainer.gpus * small.trainer.efficiency == pytest.approx(large.trainer.gpus * 0.35 / 4)
     assert scaled_down(small, 16) == small
+
+
+def test_the_search_ends_where_every_short_simulation_passes_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "bounds", lambda *args: msgspec.structs.replace(bounds(*args), gate_s=1e9))
+    assert ask("search.starters=4", "search.finalists=1").best.tokens_per_hour > 0
 
 
 @pytest.mark.parametrize(

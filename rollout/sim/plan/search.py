@@ -113,7 +113,8 @@ class Search:
             rate = {m.candidate: m.tokens_per_hour * self._scale(m.candidate, first) for m in runs}
             field = sorted(field, key=lambda c: (-rate[c], c))
             lead = rate[field[0]]
-            field = [c for c in field if self._may_reach(c, lead)]
+            # A short simulation can pass its own limit (what was under way when it began counts): its leader stays.
+            field = [c for c in field if c is field[0] or self._may_reach(c, lead)]
             field = field[: max(search.finalists, math.ceil(len(field) / 2))]
             steps *= 2
             first = False

@@ -123,7 +123,7 @@ def _targets(results: Results, full: bool) -> str:
         found = _ratios(results, [c for c in grid(full) if c.batch == 64 and c.l2 == memory], TUNED["program_aware"])
         if found:
             met = min(found.values()) >= AHEAD
-            rows.append([f"≥ 1.1× of ThunderAgent's rule at batch 64, L2 {memory}", _span(found), _yes(met)])
+            rows.append([f"≥ {AHEAD:g}× of ThunderAgent's rule at batch 64, L2 {memory}", _span(found), _yes(met)])
         close += [(cell, ratio) for cell, ratio in found.items() if ratio < AHEAD]
     ratios = _ratios(results, [c for c in grid(full) if kv_demand(c) >= SHORT_OF_KV], TUNED["action"], valid=False)
     if ratios:
@@ -139,7 +139,7 @@ def _targets(results: Results, full: bool) -> str:
         text += "\nCells in which `venus` is not the best live policy, and how far the bounds are:\n\n"
         text += table(["cell", "best", "venus ÷ best", "oracle ÷ venus", "no limits ÷ venus"], losing)
     if close:
-        text += "\nCells at batch 64 below 1.1× of ThunderAgent's rule, and how far the bounds are:\n\n"
+        text += f"\nCells at batch 64 below {AHEAD:g}× of ThunderAgent's rule, and how far the bounds are:\n\n"
         lines = [[cell.name, f"{ratio:.3f}", *map(_number, results.bounds(cell))] for cell, ratio in close]
         text += table(["cell", "venus ÷ `program_aware`", "oracle ÷ venus", "no limits ÷ venus"], lines)
     return text

@@ -155,8 +155,9 @@ class PolicyConfig:
     fill: float = 0.0
     """venus: share (0 to 2) of the KV capacity that the working set may need; 0: 0.9 without a host
     cache, 1.2 with one."""
-    reserve: float = 0.25
-    """venus: share (0 to 1) of a trajectory's expected growth that is reserved for it from the start."""
+    reserve: float = -1.0
+    """venus: share (0 to 1) of a trajectory's expected growth that is reserved for it from the start; below 0: 0.1
+    without a host cache, 0.25 with one."""
     growth_tokens: int = 1000
     """Tokens of growth expected of a context before any length was measured."""
     move_gap: float = 0.1

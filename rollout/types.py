@@ -34,7 +34,7 @@ POLICY_ORDERS = ("auto", "admission", "length")
 POLICY_RANGES: dict[str, tuple[float, float]] = {
     "hysteresis": (0.01, 1.0),
     "fill": (0.0, 2.0),
-    "reserve": (0.0, 1.0),
+    "reserve": (-1.0, 1.0),
     "growth_tokens": (0, 10**7),
     "move_gap": (0.0, 10.0),
     "interval_s": (0.0, 3600.0),

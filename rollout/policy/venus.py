@@ -26,6 +26,11 @@ _FILL = 0.9
 _FILL_WITH_HOST = 1.2
 """With one, an evicted prefix costs a copy only: contexts whose tools run make room for some more. [R: more of them
 raise the decode batch less than their copies and their recompute after a sync cost]"""
+_RESERVE = 0.1
+"""Of the expected growth, without a host cache: the pool is kept free by `_FILL` already."""
+_RESERVE_WITH_HOST = 0.25
+"""With one, more is admitted than fits, and what it grows by has to fit too. [R: 0.1 costs 2% of throughput there, and
+0.25 costs 1% without]"""
 _WORTH_AGAIN = 64.0
 """Tokens of context that are computed again for each token still to be generated where all of a KV memory less is held:
 a decode step of a full memory takes some 10 ms longer than one of an empty one, prefill of a token 0.1 ms. [R]"""
@@ -43,6 +48,8 @@ class VenusPolicy(GroupedPolicy):
         self._dirty: set[str] = set()
         self._short: set[str] = set()
         """Workers that have no room for some of theirs."""
+        self._reserve: dict[str, float] = {}
+        """Worker → share of the expected growth that is reserved there."""
         self._keyed: dict[int, Key] = {}
         """Group → its part of the keys, as its jobs carry it."""
 
@@ -57,10 +64,13 @@ class VenusPolicy(GroupedPolicy):
             fill = self.settings.fill or (_FILL_WITH_HOST if worker.host_kv_tokens else _FILL)
             room, most = fill * worker.kv_tokens, max(fill, (1.0 + fill) / 2) * worker.kv_tokens
         self._sets[worker.name] = WorkingSet(room, most)
+        by_itself = _RESERVE_WITH_HOST if worker.host_kv_tokens else _RESERVE
+        self._reserve[worker.name] = by_itself if self.settings.reserve < 0 else self.settings.reserve
 
     def lose(self, name: str) -> None:
         super().lose(name)
         self._sets.pop(name, None)
+        self._reserve.pop(name, None)
         self._dirty.discard(name)
         self._short.discard(name)
 
@@ -150,7 +160,7 @@ class VenusPolicy(GroupedPolicy):
             inside=inside,
             outside=outside,
             held=0.0 if job.phase is Phase.NEW else held,
-            reserved=held + self.settings.reserve * growth,
+            reserved=held + self._reserve[job.worker] * growth,
             shared=group.order,
             prompt_tokens=prompt,
             new=job.phase is Phase.NEW,

@@ -58,7 +58,7 @@ def test_a_key_that_does_not_parse_is_named(override: str, names: list[str]) -> 
         ("run.steps=0", ["run.steps=0"]),
         ("run.name=a/b", ["run.name='a/b'"]),
         ("policy=oracle", ["rollout.policy.name='oracle'", "venus"]),
-        ("rollout.policy.reserve=1.5", ["rollout.policy.reserve=1.5", "0.0 to 1.0"]),
+        ("rollout.policy.reserve=1.5", ["rollout.policy.reserve=1.5", "-1.0 to 1.0"]),
         ("rollout.policy.name=fastest", ["rollout.policy.name='fastest'", "action"]),
         ("rollout.worker.kv_tokens=10", ["rollout.worker.kv_tokens=10", "model.context_length"]),
         ("env.max_sandboxes=3", ["env.max_sandboxes=3", "max_trajectories"]),

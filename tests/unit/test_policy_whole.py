@@ -31,6 +31,7 @@ class Table:
         migration: bool = False,
         lengths: dict[str, tuple[int, int]] | None = None,
         max_trajectories: int = 128,
+        host_kv_tokens: int = 0,
         **keys: Any,
     ) -> None:
         truth = TrueLengths(lambda t: (lengths or {}).get(t, (100, 0)))
@@ -41,7 +42,13 @@ class Table:
             self.policy.lengths = truth
         for number in range(workers):
             self.policy.join(
-                WorkerView(name=f"w{number}", slots=8, kv_tokens=kv_tokens, host_kv_tokens=0, migration=migration)
+                WorkerView(
+                    name=f"w{number}",
+                    slots=8,
+                    kv_tokens=kv_tokens,
+                    host_kv_tokens=host_kv_tokens,
+                    migration=migration,
+                )
             )
         self.now = 0.0
         self.groups: dict[int, JobGroup] = {}
@@ -126,7 +133,7 @@ def test_every_name_has_its_policy_and_settings_read_the_config() -> None:
         ({"name": "fastest"}, "rollout.policy.name='fastest'"),
         ({"order": "size"}, "rollout.policy.order='size'"),
         ({"hysteresis": 1.5}, "rollout.policy.hysteresis=1.5"),
-        ({"reserve": -0.1}, "rollout.policy.reserve=-0.1"),
+        ({"reserve": -1.1}, "rollout.policy.reserve=-1.1"),
         ({"reserve": 1.5}, "rollout.policy.reserve=1.5"),
     ],
 )
@@ -338,6 +345,16 @@ def test_venus_reserves_for_growth() -> None:
         table = Table("venus", kv_tokens=1000, fill=1.0, reserve=reserve, lengths={t: (9, 600) for t in ("1.0", "2.0")})
         table.add("1.0", "2.0")
         assert {name for name, cls in table.classes().items() if cls is PARKED} == parked
+
+
+@pytest.mark.parametrize(("host_kv_tokens", "share"), [(0, 0.1), (4000, 0.25)])
+def test_venus_reserves_more_where_a_host_cache_lets_more_in(host_kv_tokens: int, share: float) -> None:
+    def reserved(**keys: float) -> float:
+        table = Table("venus", host_kv_tokens=host_kv_tokens, lengths={"1.0": (9, 600)}, **keys)
+        table.add("1.0")
+        return table.policy._sets["w0"].reserved  # type: ignore[attr-defined]
+
+    assert reserved() == reserved(reserve=share) > reserved(reserve=0.0)
 
 
 def test_venus_parks_the_last_in_order_when_contexts_outgrow_the_pool() -> None:

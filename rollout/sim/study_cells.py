@@ -26,6 +26,8 @@ LIVE = tuple(dict.fromkeys((*TUNED.values(), *PLAIN)))
 OURS, ORACLE = "venus", "oracle"
 NO_LIMITS = "action:engine.kv_tokens=100000000:engine.slots=4096"
 """What no policy can pass: KV memory and slots for everything at once."""
+FREE_COPIES = "venus:fill=2:engine.l2=large:engine.l2_node_gb=100000000:engine.l2_gb_per_s=100000000"
+"""What is left to gain by choosing whose KV is held: the memory is as it is, what was evicted is back for nothing."""
 LADDER = (
     "trajectory",
     "action",
@@ -154,6 +156,7 @@ def runs(full: bool) -> list[Run]:
         found |= dict.fromkeys(_each(grid(full), (OURS, *LIVE, ORACLE), some))
         bounds = [cell for cell in grid(full) if cell.l2 == "none"]
         found |= dict.fromkeys(_each(bounds, (NO_LIMITS,), extra))
+        found |= dict.fromkeys(_each([cell for cell in bounds if cell.batch == 64], (FREE_COPIES,), extra))
         found |= dict.fromkeys(_each(ladder(full), (*LADDER, OURS), extra))
         slots = [f"trajectory:engine.slots={n}" for n in SLOTS]
         found |= dict.fromkeys(_each(sweep(full), ("trajectory", "action", *slots), extra))

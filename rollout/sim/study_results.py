@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,7 +12,7 @@ from envclient.base.configs import build
 from rollout.sim.config import PRESETS, SimConfig
 from rollout.sim.cost import engine_cost
 from rollout.sim.report import KS_TOLERANCE, LENGTH_TOLERANCE
-from rollout.sim.study_cells import NO_LIMITS, ORACLE, OURS, Cell
+from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, Cell
 from rollout.sim.study_runs import Row
 
 RATE = "trained_tokens_per_hour"
@@ -51,11 +51,7 @@ class Results:
 
     def ratio(self, cell: Cell, policy: str, other: str) -> float | None:
         """Of the medians of trained tokens per hour, over the seeds that both have."""
-        mine, theirs = self.seeds_of(cell, policy), self.seeds_of(cell, other)
-        both = mine.keys() & theirs.keys()
-        if not both:
-            return None
-        return median(mine[s][RATE] for s in both) / median(theirs[s][RATE] for s in both)
+        return _ratio(self.seeds_of(cell, policy), self.seeds_of(cell, other))
 
     def counts(self, cell: Cell, policy: str) -> bool:
         """Whether its runs trained what was submitted: mean length within 2%, KS within 0.05."""
@@ -70,21 +66,19 @@ class Results:
         found = [(ratio, name) for name in live if (ratio := self.ratio(cell, OURS, name)) and self.counts(cell, name)]
         return sorted(found)
 
-    def bounds(self, cell: Cell) -> tuple[float | None, float | None]:
-        """(oracle ÷ ours, no limits ÷ ours): how much true lengths, and endless memory, would give."""
-        oracle = self.ratio(cell, ORACLE, OURS)
-        free = self.middle(_without_host(cell), NO_LIMITS)
-        mine = self.seeds_of(cell, OURS)
-        seeds = self.seeds_of(_without_host(cell), NO_LIMITS).keys() & mine.keys()
-        if free is None or not seeds:
-            return oracle, None
-        best = median(self.seeds_of(_without_host(cell), NO_LIMITS)[s][RATE] for s in seeds)
-        return oracle, best / median(mine[s][RATE] for s in seeds)
+    def bounds(self, cell: Cell) -> tuple[float | None, float | None, float | None]:
+        """(oracle, free copies, no limits) ÷ ours: what true lengths, a perfect cache and endless memory would give."""
+        # The last two were simulated once for every host cache: theirs is another one.
+        elsewhere = msgspec.structs.replace(cell, l2="none")
+        bounds = (cell, ORACLE), (elsewhere, FREE_COPIES), (elsewhere, NO_LIMITS)
+        oracle, copies, limits = (_ratio(self.seeds_of(*bound), self.seeds_of(cell, OURS)) for bound in bounds)
+        return oracle, copies, limits
 
 
-def _without_host(cell: Cell) -> Cell:
-    """No limits were simulated once for every host cache."""
-    return msgspec.structs.replace(cell, l2="none")
+def _ratio(mine: Mapping[int, dict[str, Any]], theirs: Mapping[int, dict[str, Any]]) -> float | None:
+    """Of the medians of trained tokens per hour, over the seeds that both have."""
+    both = mine.keys() & theirs.keys()
+    return median(mine[s][RATE] for s in both) / median(theirs[s][RATE] for s in both) if both else None
 
 
 def kv_demand(cell: Cell) -> float:

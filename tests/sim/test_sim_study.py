@@ -13,7 +13,7 @@ from envclient.base.errors import ConfigError
 from rollout.policy.registry import POLICIES
 from rollout.sim import compiled, study, study_runs, study_tune
 from rollout.sim.fairness import classes, discard_shares, drift, shares
-from rollout.sim.study_cells import LIVE, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, runs
+from rollout.sim.study_cells import FREE_COPIES, LIVE, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, runs
 from rollout.sim.study_report import document
 from rollout.sim.study_results import Results, kv_demand
 from rollout.sim.study_runs import Row, code_digest, make_missing, read_rows
@@ -115,8 +115,8 @@ def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> Non
     assert not results.counts(Cell(), "action")
     assert results.rivals(Cell(), ("action", "paper")) == [(1.0, "paper")]
     none = Cell(l2="none")
-    bounded = Results([*rows, _row(ORACLE, 25.0), _row(NO_LIMITS, 50.0, cell=none)])
-    assert bounded.bounds(Cell()) == (2.5, 5.0)
+    bounded = Results([*rows, _row(ORACLE, 25.0), _row(FREE_COPIES, 30.0, cell=none), _row(NO_LIMITS, 50.0, cell=none)])
+    assert bounded.bounds(Cell()) == (2.5, 3.0, 5.0)
 
 
 def test_the_report_judges_targets_and_shows_losing_cells() -> None:
@@ -125,7 +125,7 @@ def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     rows = [_row(name, rate, cell=cell) for name, rate in {OURS: 9e6, **rivals}.items()]
     close = Cell(batch=64, async_factor=1.0, l2="none")
     rows += [_row(OURS, 10.96e6, cell=close), _row(TUNED["program_aware"], 1e7, cell=close)]
-    rows.append(_row(NO_LIMITS, 11.5e6, cell=close))
+    rows += [_row(NO_LIMITS, 11.5e6, cell=close), _row(FREE_COPIES, 11.2e6, cell=close)]
     rows.append(_row(OURS, 1e6, cell=Cell(batch=16, l2="none")))  # a cell that is not complete is not judged
     rows.append(_row(TUNED["action"], 2e6, cell=Cell(batch=16, l2="none")))
     text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
@@ -134,7 +134,7 @@ def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     assert "batch 64, L2 default | 1.500–1.50×, median 1.50×, in 1 cells | yes |" in text
     assert "| 32b B=64 af=2 L2=default ρ=0.6 | `paper` | 0.900 |" in text
     assert "batch 64, L2 none | 1.096–1.10×, median 1.10×, in 1 cells | **no** |" in text
-    assert "| 32b B=64 af=1 L2=none ρ=0.6 | 1.096 | – | 1.05 |" in text
+    assert "| 32b B=64 af=1 L2=none ρ=0.6 | 1.096 | – | 1.02 | 1.05 |" in text
 
 
 def test_every_policy_is_tuned_alike_and_the_study_uses_what_came_of_it() -> None:

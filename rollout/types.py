@@ -37,7 +37,7 @@ POLICY_RANGES: dict[str, tuple[float, float]] = {
     "reserve": (-1.0, 1.0),
     "growth_tokens": (0, 10**7),
     "move_gap": (0.0, 10.0),
-    "interval_s": (0.0, 3600.0),
+    "interval_s": (0.1, 3600.0),
     "buffer_tokens": (0, 10**6),
     "longest_wait_s": (0.0, 10.0**7),
 }
@@ -63,6 +63,8 @@ class PriorityClass(str, Enum):
     LOW = "low"
     PARKED = "parked"
     """Not started, whatever slots are free."""
+
+    __hash__ = str.__hash__  # as fast as a lookup by it has to be, and that of the string which it equals
 
 
 class TrajectoryStatus(str, Enum):
@@ -254,7 +256,9 @@ class TurnEnded(Event, frozen=True, kw_only=True, tag="turn_ended"):
     context_tokens: int
     output_tokens: int
     version: int
-    """Weight version the turn's last token was sampled under."""
+    """Weight version the turn's last token was sampled under; the present one while the trajectory has none."""
+    preemptions: int = 0
+    """Times that its slot was taken for a trajectory of a better class."""
 
 
 class LengthEstimated(Event, frozen=True, kw_only=True, tag="length_estimated"):

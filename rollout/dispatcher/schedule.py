@@ -23,6 +23,9 @@ from rollout.types import (
     TurnReady,
 )
 
+_IN_ORDER = "in the order of admission"
+"""Why one is started of whom the policy has nothing to say."""
+
 
 class Schedule:
     """Nothing of its own but the number of the last change of classes."""
@@ -109,14 +112,14 @@ class Schedule:
             started.append(episode)
             episode.version = self._groups.version
             owner = episode.owner
-            priority, rank, cause = PriorityClass.HIGH, 0, ""  # an evaluation: a sync may be waiting for it
+            priority, rank, cause = PriorityClass.HIGH, 0, "an evaluation: a sync may be waiting for it"
             if (job := episode.job) is not None:
-                priority, rank, cause = job.priority, job.rank, job.cause
+                priority, rank, cause = job.priority, job.rank, job.cause or _IN_ORDER
             self._pool.open(episode, self._config.deadline_s)
             if isinstance(owner, Group):
                 self._groups.age(owner)
             if not self._obeys(episode):
-                priority, rank, cause = PriorityClass.LOW, 0, ""
+                priority, rank, cause = PriorityClass.LOW, 0, _IN_ORDER
             episode.told = (priority, rank)
             out.append(
                 StartTrajectory(

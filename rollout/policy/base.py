@@ -64,6 +64,11 @@ class Policy:
         """Whether engines that have reference tiers should derive them from the classes."""
         return False
 
+    @classmethod
+    def longest_tick_s(cls, settings: PolicySettings) -> float:
+        """Seconds between calls of `tick` that it can do with."""
+        return math.inf
+
     # ------------------------------------------------------------------------------------- told by the dispatcher
 
     def join(self, worker: WorkerView) -> None:

@@ -7,8 +7,10 @@ worker with the most room (best fit decreasing); then each worker over its capac
 first, and marks reasoning ones, smallest first, which are paused at the end of their turn. A new program starts at
 once when nobody is paused and it fits. A program that was paused for `longest_wait_s` is resumed in any case.
 
-Two deviations, both without which our setting would stand still: a worker on which nothing is active takes one program
-whatever its size, and a started program moves only where engines can migrate.
+Deviations. Two without which our setting would stand still: a worker on which nothing is active takes one program
+whatever its size, and a started program moves only where engines can migrate. Two in its favour: a program that is
+placed counts without a prompt that is there already, and `longest_wait_s` runs from the pause, not from the pending
+turn after it. One that follows from what is reported: a context grows at its turns' ends, not token by token.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from rollout.policy.lengths import Lengths
 from rollout.policy.program_load import ProgramLoad
 from rollout.policy.settings import PolicyLimits, PolicySettings
 from rollout.types import PriorityClass
+
+_ROUNDING_S = 1e-6
+"""Of sums of ticks: one that comes when a check is due must not be taken to be early."""
 
 
 class ProgramAwarePolicy(Policy):
@@ -50,6 +55,10 @@ class ProgramAwarePolicy(Policy):
         """Of a first context; a running mean, for programs that have not started."""
         self._checked = 0.0
         self._now = 0.0
+
+    @classmethod
+    def longest_tick_s(cls, settings: PolicySettings) -> float:
+        return settings.interval_s
 
     def join(self, worker: WorkerView) -> None:
         super().join(worker)
@@ -104,7 +113,7 @@ class ProgramAwarePolicy(Policy):
 
     def tick(self, now: float) -> None:
         self._now = now
-        if now - self._checked < self.settings.interval_s:
+        if now - self._checked < self.settings.interval_s - _ROUNDING_S:
             return
         self._checked = now
         for job in [job for job in self._sent.values() if job.trajectory_id in self._home]:

@@ -128,7 +128,8 @@ class VenusPolicy(GroupedPolicy):
 
     def _group_key(self, group: JobGroup) -> Key:
         if group.promoted:
-            return (0, float(group.oldest or 0), group.order)
+            # What was passed over and has not begun outlives no version: it comes after what may.
+            return (0, math.inf if group.oldest is None else float(group.oldest), group.order)
         return (1 if group in self.critical else 2, 0.0, group.order)
 
     def _spread(self, group: JobGroup) -> None:
@@ -244,14 +245,16 @@ class VenusPolicy(GroupedPolicy):
         target = min(others, key=lambda worker: self._load(worker, parked), default=None)
         if target is None:
             return
-        tokens = self._sets[here.name].entries[job.trajectory_id].reserved if parked else job.context_tokens
+        prompt = job.group.prompt_tokens
+        reserved = self._sets[here.name].entries[job.trajectory_id].reserved
+        tokens = prompt + reserved if parked else job.context_tokens
         gap = self._load(here, parked) - self._load(target, parked)
         if (
             # There it must be better off, with itself: then it does not pay to go back.
             gap > self.settings.move_gap + tokens / target.kv_tokens
             and (parked or target.host_kv_tokens or tokens < _WORTH_AGAIN * gap * job.expected_tokens)
-            and self._sets[target.name].fits(tokens, job.group.prompt_tokens)
-            and target.open < self.limits.max_trajectories
+            and self._sets[target.name].fits(reserved, prompt)
+            and self._may_go(job, target)
         ):
             why = "parked here, and" if parked else "it goes on, but"
             cause = f"{why} {target.name} has {gap:.2f} of its KV memory less {'reserved' if parked else 'held'}"

@@ -2,8 +2,9 @@
 
 Each entry says what it holds now and what is reserved for it (its growth included); a group's prompt is counted once.
 Entries are taken in the order of their keys while what is *reserved* fits; they are put out, worst first, only when
-what is *held* does not fit any more, or when a better outsider needs the room. Members compare by another key than
-outsiders, so that small differences change nothing. A change costs O(log n) comparisons.
+what is *held* does not fit any more, or when a better outsider needs the room and gets it by that. Members compare by
+another key than outsiders, so that small differences change nothing. A change costs O(log n) comparisons, for each
+that enters or leaves, or would have to.
 """
 
 from __future__ import annotations
@@ -167,11 +168,12 @@ class WorkingSet:
                 openings -= best.new
                 self._turn(best, changed)
                 continue
-            worst = self._top(self._worst, member=True, new=None)
-            if worst is None or not best.outside < worst.inside:
+            leavers = self._make_room(best, room)
+            if not leavers:
                 break
-            openings += worst.new
-            self._turn(worst, changed)
+            for worst in leavers:
+                openings += worst.new
+                self._turn(worst, changed)
         return list(changed)
 
     def fits(self, reserved: float, prompt_tokens: float) -> bool:
@@ -200,6 +202,30 @@ class WorkingSet:
             if best is None or (fresh is not None and fresh.outside < best.outside):
                 best = fresh
         return best
+
+    def _make_room(self, best: Entry, room: float) -> list[Entry]:
+        """The members, worst first, without which `best` fits; none, where those that are worse than it are not enough.
+
+        They are taken out of their queue.
+        """
+        leavers: list[Entry] = []
+        left: dict[int, int] = {}
+        """Whose prompt → members that would still share it."""
+        missing = self.reserved + self._need(best) - room
+        while missing > 0 and len(leavers) < self._members:
+            worst = self._top(self._worst, member=True, new=None)
+            if worst is None or not best.outside < worst.inside:
+                for entry in leavers:
+                    insort(self._worst, _item(entry))
+                return []
+            self._worst.pop()
+            leavers.append(worst)
+            missing -= worst.reserved
+            prompt = self._prompts[worst.shared]
+            left[worst.shared] = left.get(worst.shared, prompt.members) - 1
+            if not left[worst.shared] and worst.shared != best.shared:
+                missing -= prompt.tokens
+        return leavers
 
     def _turn(self, entry: Entry, changed: dict[str, None]) -> None:
         self._flip(entry)

@@ -109,7 +109,7 @@ class Cluster:
         for number in range(self.config.workers):
             self._join(f"w{number}")
         self.trainer.begin()
-        self.clock.after(self.config.tick_s, self._tick)
+        self.clock.after(self.policy.tick_s, self._tick)
         if self.config.failures.worker_mtbf_s > 0:
             self._plan_accident()
         while not self._done and self.clock.step():
@@ -147,7 +147,7 @@ class Cluster:
         if self.clock.now - self._heard_s > self.config.group.deadline_s + _QUIET_S:
             raise InvariantError(f"deadlock at {self.clock.now:.0f} s: {self.dispatcher.statistics()}")
         self._handle(Tick())
-        self.clock.after(self.config.tick_s, self._tick)
+        self.clock.after(self.policy.tick_s, self._tick)
 
     def _obey(self, command: AnyCommand) -> None:
         match command:

@@ -183,7 +183,7 @@ class SimConfig:
     control_s: float = 0.005
     """Seconds of a message between coordinator and workers, one way."""
     tick_s: float = 10.0
-    """Seconds between the coordinator's deadline checks."""
+    """Seconds between the coordinator's deadline checks; less where a policy checks more often (a live run: 1)."""
     max_trajectories: int = 0
     """Trajectories open at once on a worker; 0: no limit (that of the sandboxes holds)."""
     group: GroupConfig = field(default_factory=lambda: GroupConfig(deadline_s=36000.0))

@@ -23,6 +23,8 @@ class WholePolicy(Record, frozen=True, kw_only=True):
     """Classes are obeyed; engines that can serve HIGH before LOW."""
     tiers: bool
     """Engines evict by reference tier."""
+    tick_s: float
+    """Seconds between the coordinator's ticks."""
 
 
 def policy_names() -> list[str]:
@@ -41,6 +43,7 @@ def whole_policy(config: SimConfig) -> WholePolicy:
         reports_ready=policy.wants_turns,
         priority=classes and config.engine.priority,
         tiers=policy.uses_tiers(settings) and config.engine.tiers,
+        tick_s=min(config.tick_s, policy.longest_tick_s(settings)),
     )
 
 

@@ -159,7 +159,8 @@ class AgentLoop:
                 turn=progress.turns,
                 context_tokens=context_tokens,
                 output_tokens=record.context_tokens - context_tokens,
-                version=record.spans[-1].version,
+                version=record.spans[-1].version if record.spans else self._slots.version,
+                preemptions=turn.preemptions,
             )
         )
         return turn

@@ -298,6 +298,7 @@ class CheckedWorld:
         places = sum(name == command.worker for name in self.located.values())
         assert places < self.config.max_trajectories
         assert command.priority is not PriorityClass.PARKED, "a parked trajectory was started"
+        assert command.cause, "started without a reason"
         self.located[command.trajectory_id] = command.worker
         episode = Episode(command.trajectory_id, command.group_id, command.purpose, len(self.started))
         worker.open[command.trajectory_id] = episode

@@ -87,10 +87,13 @@ def test_a_working_set_fits_is_never_empty_and_is_sticky(
                 new=kind == "s",
             )
         openings = growth % 3
+        fitted = room is None or working.held <= room
         changed = set(working.settle(openings))
         working.check_invariants()
         inside = {entry.name for entry in working.entries.values() if entry.member}
         assert changed == (before ^ inside) - ({str(name)} - working.entries.keys())
+        left = (before - inside) & working.entries.keys()
+        assert not left or inside - before or not fitted, "who leaves though what is held fits makes room for somebody"
         if room is None:
             startable = {e.name for e in working.entries.values() if not e.new}
             assert startable <= inside
@@ -99,10 +102,12 @@ def test_a_working_set_fits_is_never_empty_and_is_sticky(
         outside = [e for e in working.entries.values() if not e.member and (not e.new)]
         assert inside or not outside, "nobody runs although somebody could"
         fresh = any(e.new and not e.member for e in working.entries.values())
-        for entry in outside:  # nobody waits who fits and comes before every other outsider
+        for entry in outside:  # who comes before every other outsider waits only if the worse members are too few
             if entry.outside == min(e.outside for e in outside) and not fresh:
-                worst = max(working.entries[n].inside for n in inside)
-                assert working.reserved + working._need(entry) > room and not entry.outside < worst
+                kept = [e for n in inside if not entry.outside < (e := working.entries[n]).inside]
+                needed = sum(e.reserved for e in (*kept, entry))
+                needed += sum(working._prompts[shared].tokens for shared in {e.shared for e in (*kept, entry)})
+                assert needed > room and kept
 
 
 def test_a_prompt_is_counted_once_and_growth_is_reserved() -> None:
@@ -122,6 +127,24 @@ def test_a_prompt_is_counted_once_and_growth_is_reserved() -> None:
     assert (working.held, working.reserved) == (70, 90)
     working.put("a", inside=(0, 97), outside=(0, 97), held=45, reserved=45, shared=1, prompt_tokens=50, new=False)
     assert working.settle(0) == ["b"]  # 105 tokens are held: the worst goes, and comes not back
+
+
+def test_nobody_leaves_for_one_who_does_not_come_in() -> None:
+    working = WorkingSet(100.0, 100.0)
+
+    def put(name: str, rank: int, tokens: int) -> list[str]:
+        key = (rank, ord(name))
+        shared = ord(name)
+        working.put(
+            name, inside=key, outside=key, held=tokens, reserved=tokens, shared=shared, prompt_tokens=0, new=False
+        )
+        return working.settle(0)
+
+    assert put("a", 0, 60) == ["a"] and put("b", 1, 30) == ["b"]
+    assert put("c", 0, 70) == []  # without b it would still not fit
+    assert put("d", 0, 40) == []  # it comes after c
+    working.drop("c")
+    assert working.settle(0) == ["b", "d"]
 
 
 def spearman(a: list[float], b: list[float]) -> float:

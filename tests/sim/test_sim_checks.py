@@ -12,7 +12,7 @@ from rollout.sim.cost import engine_cost, train_cost
 from rollout.sim.metrics import Result
 from rollout.sim.policies import dispatcher_config, policy_names
 from rollout.sim.workload import Script
-from rollout.types import EventRow
+from rollout.types import EventRow, Tick
 from tests.sim.kit import Watch, run, small
 
 TIGHT = ("engine.kv_tokens=30000", "engine.slots=6", "workload.scale_tools=0.2", "group.async_factor=2.0")
@@ -42,6 +42,15 @@ def test_recorded_events_give_the_same_decisions_again(policy: str) -> None:
     rows, _, config = rows_of(*TIGHT, f"policy.name={policy}")
     agreed, difference = first_difference(rows, config)
     assert difference is None and agreed == len(rows) > 500
+
+
+@pytest.mark.parametrize(("policy", "tick_s"), [("program_aware", 0.7), ("program_aware_plus", 5.0), ("action", 10.0)])
+def test_ticks_are_as_close_as_the_policy_needs(policy: str, tick_s: float) -> None:
+    keys = ["policy.interval_s=0.7"] if tick_s == 0.7 else []
+    rows, _, _ = rows_of(*TIGHT, f"policy.name={policy}", *keys)
+    ticks = [row.now for row in rows if isinstance(row.event, Tick)]
+    assert len(ticks) > 5
+    assert ticks == pytest.approx([tick_s * n for n in range(1, len(ticks) + 1)])
 
 
 @pytest.mark.parametrize("kv_on_sync", ["flush", "keep"])
@@ -169,5 +178,6 @@ def test_fewer_sandboxes_than_needed_slow_it_down() -> None:
 
 
 def test_many_workers() -> None:
-    result = run("workers=64", "group.batch=64", "steps=3", "group.async_factor=1.5")
+    result, again = (run("workers=64", "group.batch=64", "steps=3", "group.async_factor=1.5") for _ in range(2))
     assert result.steps == 3 and result.length_ks < 0.05
+    assert msgspec.json.encode(result) == msgspec.json.encode(again)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from envclient.base.errors import ConfigError, InvariantError, WireError
 from rollout.adapters.scripted_engine import ScriptedEngine
+from rollout.protocol import GenerateRequest, Generation
 from rollout.types import StartTrajectory, Trajectory, TrajectoryStatus, TurnEnded
 from rollout.worker.agent_loop import EngineFailed
 from tests.unit.worker_kit import STOP, ToyAgent, make_loop, order, run, until
@@ -73,6 +74,34 @@ def test_an_episode_is_recorded_as_sampled() -> None:
     assert trajectory.stats["tool_calls"] == 2.0
     assert trajectory.stats["sent_tokens"] == 2 + 8
     assert trajectory.stats["cached_tokens"] == 5
+    check(trajectory, agent)
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_a_turn_without_a_token_is_a_turn(silent: int) -> None:
+    """The engine ends the `silent`-th turn at once."""
+    agent = ToyAgent(turns=2)
+    turns: list[TurnEnded] = []
+
+    class Silent(ScriptedEngine):
+        asked = 0
+
+        async def generate(self, request: GenerateRequest) -> Generation:
+            self.asked += 1
+            if self.asked == silent:
+                return Generation(token_ids=[], logprobs=[], finish_reason="stop", cached_tokens=0)
+            return await super().generate(request)
+
+    async def scenario() -> Trajectory:
+        engine = Silent(next_token=lambda request, context: STOP)
+        await engine.start()
+        loop, _ = make_loop(engine, agent, report=turns.append, version=3)
+        return await loop.run(order())
+
+    trajectory = run(scenario())
+    assert (trajectory.status, trajectory.turns) == (TrajectoryStatus.FINISHED, 2)
+    assert trajectory.response_ids == ([7, 8, 9, STOP] if silent == 1 else [STOP, 7, 8, 9])
+    assert [(t.output_tokens, t.version) for t in turns] == ([(0, 3), (1, 3)] if silent == 1 else [(1, 3), (0, 3)])
     check(trajectory, agent)
 
 

@@ -118,9 +118,10 @@ def make_loop(
     slots: int = 4,
     policy: str = "action",
     context_length: int = 200,
+    version: int = 0,
     report: Callable[[TurnEnded], None] = lambda turn: None,
 ) -> tuple[AgentLoop, SlotScheduler]:
-    scheduler = SlotScheduler(engine, make_slots(policy, slots), version=0, temperature=1.0)
+    scheduler = SlotScheduler(engine, make_slots(policy, slots), version=version, temperature=1.0)
     return AgentLoop(agent, scheduler, context_length=context_length, report_turn=report), scheduler
 
 

@@ -9,20 +9,18 @@ import msgspec
 
 from rollout.sim.config import PRESETS
 
-TUNED = {
-    "action": "action:engine.slots=24",
-    "trajectory": "trajectory:engine.slots=16",
-    "fcfs_priority": "fcfs_priority:engine.slots=24",
-    "longest_first": "longest_first:engine.slots=12",
-    "program_aware": "program_aware:buffer_tokens=1000",
-    "program_aware_plus": "program_aware_plus:buffer_tokens=4000",
-    "paper": "paper:order=admission",
+TUNED: dict[str, tuple[str, str]] = {
+    "action": ("action:engine.slots=24", "action:engine.slots=24"),
+    "trajectory": ("trajectory:engine.slots=16", "trajectory:engine.slots=16"),
+    "fcfs_priority": ("fcfs_priority:engine.slots=24", "fcfs_priority:engine.slots=24"),
+    "longest_first": ("longest_first:engine.slots=12", "longest_first:engine.slots=12"),
+    "program_aware": ("program_aware:buffer_tokens=1000", "program_aware:buffer_tokens=1000"),
+    "program_aware_plus": ("program_aware_plus:buffer_tokens=4000", "program_aware_plus:buffer_tokens=4000"),
+    "paper": ("paper:order=admission", "paper:order=admission"),
 }
-"""Policy → the label of its best setting in `study/tune.jsonl`; its name where that was not run."""
+"""Policy → the labels of its best settings in `study/tune.jsonl`, without a host cache and with one."""
 PLAIN = ("trajectory", "longest_first")
 """With the engine's 64 slots too: fewer help where KV is short, and cost where it is not."""
-LIVE = tuple(dict.fromkeys((*TUNED.values(), *PLAIN)))
-"""What `venus` is compared with."""
 OURS, ORACLE = "venus", "oracle"
 NO_LIMITS = "action:engine.kv_tokens=100000000:engine.slots=4096"
 """What no policy can pass: KV memory and slots for everything at once."""
@@ -85,6 +83,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.preset} B={self.batch} af={self.async_factor:g} L2={self.l2} ρ={self.correlation:g}"
 
 
+def live(cell: Cell) -> dict[str, str]:
+    """What `venus` is compared with: policies as tables name them → what was run of them in this cell."""
+    hosted = cell.l2 != "none"
+    return {name: labels[hosted] for name, labels in TUNED.items()} | {f"{name}, 64 slots": name for name in PLAIN}
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation of the study."""
 
@@ -139,11 +143,9 @@ def parameter_labels() -> list[str]:
 
 
 def _each(cells: Iterable[Cell], policies: Iterable[str], seeds: Iterable[int]) -> Iterator[Run]:
-    policies = tuple(policies)
-    for seed in seeds:
-        for cell in cells:
-            for policy in policies:
-                yield Run(cell=cell, policy=policy, seed=seed)
+    labels = tuple(policies)
+    for seed, cell, label in product(seeds, cells, labels):
+        yield Run(cell=cell, policy=label, seed=seed)
 
 
 def runs(full: bool) -> list[Run]:
@@ -153,7 +155,8 @@ def runs(full: bool) -> list[Run]:
     for number in range(len(seeds)):
         some = seeds[number : number + 1]
         extra = some if full or number == 0 else ()
-        found |= dict.fromkeys(_each(grid(full), (OURS, *LIVE, ORACLE), some))
+        for cell in grid(full):
+            found |= dict.fromkeys(_each([cell], (OURS, *live(cell).values(), ORACLE), some))
         bounds = [cell for cell in grid(full) if cell.l2 == "none"]
         found |= dict.fromkeys(_each(bounds, (NO_LIMITS,), extra))
         found |= dict.fromkeys(_each([cell for cell in bounds if cell.batch == 64], (FREE_COPIES,), extra))

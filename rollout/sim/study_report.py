@@ -9,27 +9,25 @@ from statistics import median
 from rollout.sim.study_cells import (
     DISCARD_POLICIES,
     LADDER,
-    LIVE,
     ORACLE,
     OURS,
     PARAMETERS,
-    PLAIN,
     SANDBOXES,
     SLOTS,
     STEPS,
-    TUNED,
     Cell,
     discard_cells,
     grid,
     ladder,
+    live,
     parameter_cells,
     parameter_labels,
     sandbox_cells,
     sweep,
 )
 from rollout.sim.study_results import Results, kv_demand
-from rollout.sim.study_runs import Row, policy_name
-from rollout.sim.study_tune import CELLS, SEEDS, SETTINGS, scores
+from rollout.sim.study_runs import Row
+from rollout.sim.study_tune import SEEDS, SETTINGS, cells_of, scores
 
 PAPER_TABLE_1 = {
     "paper:residency=false:demotion=false:migration=false": {16: 1.01, 32: 1.81, 64: 1.42},
@@ -102,10 +100,8 @@ group.
 
 
 def _targets(results: Results, full: bool) -> str:
-    cells = [
-        cell for cell in grid(full) if all(results.has(cell, name) for name in LIVE) and results.rivals(cell, LIVE)
-    ]
-    worst = [(cell, *results.rivals(cell, LIVE)[0]) for cell in cells]
+    cells = [c for c in grid(full) if all(results.has(c, label) for label in live(c).values()) and results.rivals(c)]
+    worst = [(cell, *results.rivals(cell)[0]) for cell in cells]
     rows = []
     if worst:
         won = sum(ratio >= 1.0 for _, ratio, _ in worst) / len(worst)
@@ -118,23 +114,23 @@ def _targets(results: Results, full: bool) -> str:
             ]
         )
         rows.append(
-            ["never below 0.95×", f"{least[1]:.3f}× of `{_name(least[2])}` at {least[0].name}", _yes(least[1] >= 0.95)]
+            ["never below 0.95×", f"{least[1]:.3f}× of `{least[2]}` at {least[0].name}", _yes(least[1] >= 0.95)]
         )
     close = []
     for memory in ("none", "default", "large"):
-        found = _ratios(results, [c for c in grid(full) if c.batch == 64 and c.l2 == memory], TUNED["program_aware"])
+        found = _ratios(results, [c for c in grid(full) if c.batch == 64 and c.l2 == memory], "program_aware")
         if found:
             met = min(found.values()) >= AHEAD
             rows.append([f"≥ {AHEAD:g}× of ThunderAgent's rule at batch 64, L2 {memory}", _span(found), _yes(met)])
         close += [(cell, ratio) for cell, ratio in found.items() if ratio < AHEAD]
-    ratios = _ratios(results, [c for c in grid(full) if kv_demand(c) >= SHORT_OF_KV], TUNED["action"], valid=False)
+    ratios = _ratios(results, [c for c in grid(full) if kv_demand(c) >= SHORT_OF_KV], "action", valid=False)
     if ratios:
         claim = f"≥ 2× of `action` where KV is short (demand ≥ {SHORT_OF_KV:g} × device and host memory)"
         rows.append([claim, _span(ratios), _yes(min(ratios.values()) >= 2.0)])
     losing = []
     for cell, ratio, name in worst:
         if ratio < 1.0:
-            losing.append([cell.name, f"`{_name(name)}`", f"{ratio:.3f}", *map(_number, results.bounds(cell))])
+            losing.append([cell.name, f"`{name}`", f"{ratio:.3f}", *map(_number, results.bounds(cell))])
     text = "\n## Targets\n\n" + table(["target", "measured", "met"], rows)
     if losing:
         text += "\nCells in which `venus` is not the best live policy, and how far the bounds are:\n\n"
@@ -144,12 +140,6 @@ def _targets(results: Results, full: bool) -> str:
         lines = [[cell.name, f"{ratio:.3f}", *map(_number, results.bounds(cell))] for cell, ratio in close]
         text += table(["cell", "venus ÷ `program_aware`", *BOUNDS], lines)
     return text
-
-
-def _name(label: str) -> str:
-    """Of the policy: its setting is that of the tuning's table."""
-    name = policy_name(label)
-    return f"{name}, 64 slots" if label in PLAIN and label != TUNED[label] else name
 
 
 def _yes(fact: bool) -> str:
@@ -162,8 +152,14 @@ def _span(ratios: Mapping[Cell, float]) -> str:
 
 
 def _ratios(results: Results, cells: Iterable[Cell], other: str, *, valid: bool = True) -> dict[Cell, float]:
-    found = {cell: results.ratio(cell, OURS, other) for cell in cells if not valid or results.counts(cell, other)}
+    labels = {cell: live(cell)[other] for cell in cells}
+    found = {c: results.ratio(c, OURS, label) for c, label in labels.items() if not valid or results.counts(c, label)}
     return {cell: ratio for cell, ratio in found.items() if ratio is not None}
+
+
+def _columns(cell: Cell) -> dict[str, str]:
+    """Policies as tables name them → their labels in this cell, ours last."""
+    return live(cell) | {OURS: OURS, ORACLE: ORACLE}
 
 
 def _grid(results: Results, full: bool) -> str:
@@ -174,15 +170,15 @@ def _grid(results: Results, full: bool) -> str:
             if not results.has(cell, OURS):
                 continue
             first = f"{cell.async_factor:g} {cell.l2} {cell.correlation:g}"
-            best = results.rivals(cell, LIVE)
+            best = results.rivals(cell)
             *_, free = results.bounds(cell)
             cut = f"{best[0][0]:.2f}" if best else "–"
-            figures = [_rate(results, cell, name) for name in (*LIVE, OURS, ORACLE)]
+            figures = [_rate(results, cell, label) for label in _columns(cell).values()]
             rows.append([first, *figures, cut if not best or best[0][0] >= 1 else f"**{cut}**", _number(free)])
         if rows:
             header = [
                 "af L2 ρ",
-                *(f"`{_name(label)}`" for label in (*LIVE, OURS, ORACLE)),
+                *(f"`{name}`" for name in _columns(Cell())),
                 "venus ÷ best",
                 BOUNDS[-1],
             ]
@@ -232,14 +228,10 @@ seconds a step without a group.
         if cell.async_factor not in (1.0, 2.0) or cell.correlation != 0.6 or not results.has(cell, OURS):
             continue
         rows = []
-        for name in (*LIVE, OURS, ORACLE):
-            if results.has(cell, name):
-                rows.append(
-                    [
-                        f"`{_name(name)}`",
-                        *(_number(results.middle(cell, name, key), form) for _, key, form in _BEHAVIOUR),
-                    ]
-                )
+        for name, label in _columns(cell).items():
+            if results.has(cell, label):
+                figures = (_number(results.middle(cell, label, key), form) for _, key, form in _BEHAVIOUR)
+                rows.append([f"`{name}`", *figures])
         text += f"\n### {cell.name}\n\n" + table(["policy", *(title for title, _, _ in _BEHAVIOUR)], rows)
     return text
 
@@ -338,12 +330,13 @@ def _mixture(results: Results, full: bool) -> str:
     rows = []
     for cell in grid(full):
         if cell.async_factor == 2.0 and cell.correlation == 0.6 and results.has(cell, OURS):
-            for name in (TUNED["action"], TUNED["paper"], OURS, ORACLE):
-                found = list(results.seeds_of(cell, name).values())
+            for name in ("action", "paper", OURS, ORACLE):
+                label = _columns(cell)[name]
+                found = list(results.seeds_of(cell, label).values())
                 if found:
                     parts = [sum(result["mixture"][n] for result in found) / len(found) for n in range(4)]
-                    drift = results.middle(cell, name, "mixture_drift")
-                    rows.append([cell.name, f"`{_name(name)}`", *(f"{part:.2f}" for part in parts), _number(drift)])
+                    drift = results.middle(cell, label, "mixture_drift")
+                    rows.append([cell.name, f"`{label}`", *(f"{part:.2f}" for part in parts), _number(drift)])
     return f"""
 ## Mixture of tasks
 
@@ -371,25 +364,26 @@ Throughput against the defaults ({keys}; meanings and ranges: `rollout/config.py
 
 
 def _tuning(rows: Sequence[Row]) -> str:
-    cells = [f"{cell.name}, {cell.steps} steps" for cell in CELLS]
-    lines = []
-    for policy in SETTINGS:
-        found = scores(rows, policy)
-        top = max((score for score, _ in found.values()), default=0.0)
-        for setting, (score, ratios) in found.items():
-            mark = "**" if score == top else ""
-            lines.append(
-                [f"`{policy}`", f"`{setting or 'default'}`", f"{mark}{score:.3f}{mark}", *map("{:.2f}".format, ratios)]
-            )
     hours = sum(row.cpu_s for row in rows) / 3600
     each = len(SETTINGS[OURS])
-    return f"""
+    text = f"""
 ## Tuning
 
 `python -m rollout.sim.study --tune`: {len(rows)} runs, seeds {", ".join(map(str, SEEDS))} (no other table uses them),
 {hours:.1f} hours of CPU. Each policy has {each} settings of its keys and of the engine's slots, in the same cells:
-hours of the first one ÷ its own, and their geometric mean. The study uses the best (bold) of all but `venus`, in all
-cells (of two also the engine's 64 slots), and `venus` as it is configured. The rules of `venus` were themselves found
-on seeds from 100 on, with simulations beyond these; its first setting is what came of that.
-
-{table(["policy", "setting", "mean", *cells], lines)}"""
+hours of the first one ÷ its own, and their geometric mean. The study uses the best (bold) of all but `venus`, without
+a host cache and with one (of two also the engine's 64 slots), and `venus` as it is configured. The rules of `venus`
+were themselves found on seeds from 100 on, with simulations beyond these; its first setting is what came of that.
+"""
+    for hosted in (False, True):
+        lines = []
+        for policy in SETTINGS:
+            found = scores(rows, policy, hosted)
+            top = max((score for score, _ in found.values()), default=0.0)
+            for setting, (score, ratios) in found.items():
+                mark = "**" if score == top else ""
+                figures = f"{mark}{score:.3f}{mark}", *map("{:.2f}".format, ratios)
+                lines.append([f"`{policy}`", f"`{setting or 'default'}`", *figures])
+        cells = [f"{cell.name}, {cell.steps} steps" for cell in cells_of(hosted)]
+        text += "\n" + table(["policy", "setting", "mean", *cells], lines)
+    return text

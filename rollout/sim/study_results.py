@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -12,7 +12,7 @@ from envclient.base.configs import build
 from rollout.sim.config import PRESETS, SimConfig
 from rollout.sim.cost import engine_cost
 from rollout.sim.report import KS_TOLERANCE, LENGTH_TOLERANCE
-from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, Cell
+from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, Cell, live
 from rollout.sim.study_runs import Row
 
 RATE = "trained_tokens_per_hour"
@@ -61,10 +61,10 @@ class Results:
             for result in found
         )
 
-    def rivals(self, cell: Cell, live: Sequence[str]) -> list[tuple[float, str]]:
-        """(ours ÷ theirs, policy) of those whose runs count, worst for us first."""
-        found = [(ratio, name) for name in live if (ratio := self.ratio(cell, OURS, name)) and self.counts(cell, name)]
-        return sorted(found)
+    def rivals(self, cell: Cell) -> list[tuple[float, str]]:
+        """(ours ÷ theirs, name) of the live policies whose runs count, worst for us first."""
+        ratios = ((self.ratio(cell, OURS, label), name, self.counts(cell, label)) for name, label in live(cell).items())
+        return sorted((ratio, name) for ratio, name, counts in ratios if ratio is not None and counts)
 
     def bounds(self, cell: Cell) -> tuple[float | None, float | None, float | None]:
         """(oracle, free copies, no limits) ÷ ours: what true lengths, a perfect cache and endless memory would give."""

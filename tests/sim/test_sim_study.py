@@ -13,7 +13,7 @@ from envclient.base.errors import ConfigError
 from rollout.policy.registry import POLICIES
 from rollout.sim import compiled, study, study_runs, study_tune
 from rollout.sim.fairness import classes, discard_shares, drift, shares
-from rollout.sim.study_cells import FREE_COPIES, LIVE, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, runs
+from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, live, runs
 from rollout.sim.study_report import document
 from rollout.sim.study_results import Results, kv_demand
 from rollout.sim.study_runs import Row, code_digest, make_missing, read_rows
@@ -76,7 +76,7 @@ def test_every_run_is_wanted_once_and_quick_is_a_part_of_full() -> None:
     cells = {run.cell for run in full if run.policy == OURS and run.cell.include_promoted and not run.cell.sandboxes}
     assert len(cells) == 2 * 3 * 3 * 3 * 3
     for cell in cells:
-        for policy in (*LIVE, OURS, ORACLE):
+        for policy in (*live(cell).values(), OURS, ORACLE):
             assert {run.seed for run in full if run.cell == cell and run.policy == policy} >= {0, 1, 2}
 
 
@@ -108,12 +108,13 @@ def _row(policy: str, rate: float, *, cell: Cell | None = None, seed: int = 0, *
 
 def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> None:
     rows = [_row(OURS, rate, seed=seed) for seed, rate in enumerate((10.0, 30.0, 20.0))]
-    rows += [_row("paper", 10.0, seed=0), _row("action", 40.0, seed=0, length_ratio=0.9)]
+    paper, action = live(Cell())["paper"], live(Cell())["action"]
+    rows += [_row(paper, 10.0, seed=0), _row(action, 40.0, seed=0, length_ratio=0.9)]
     results = Results(rows)
-    assert results.ratio(Cell(), OURS, "paper") == 1.0
+    assert results.ratio(Cell(), OURS, paper) == 1.0
     assert results.middle(Cell(), OURS) == 20.0 and results.values(Cell(), OURS) == [10.0, 20.0, 30.0]
-    assert not results.counts(Cell(), "action")
-    assert results.rivals(Cell(), ("action", "paper")) == [(1.0, "paper")]
+    assert not results.counts(Cell(), action)
+    assert results.rivals(Cell()) == [(1.0, "paper")]
     none = Cell(l2="none")
     bounded = Results([*rows, _row(ORACLE, 25.0), _row(FREE_COPIES, 30.0, cell=none), _row(NO_LIMITS, 50.0, cell=none)])
     assert bounded.bounds(Cell()) == (2.5, 3.0, 5.0)
@@ -121,13 +122,13 @@ def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> Non
 
 def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     cell = Cell(batch=64, async_factor=2.0, l2="default")
-    rivals = dict.fromkeys(LIVE, 6e6) | {TUNED["paper"]: 10e6}
+    rivals = dict.fromkeys(live(cell).values(), 6e6) | {live(cell)["paper"]: 10e6}
     rows = [_row(name, rate, cell=cell) for name, rate in {OURS: 9e6, **rivals}.items()]
     close = Cell(batch=64, async_factor=1.0, l2="none")
-    rows += [_row(OURS, 10.96e6, cell=close), _row(TUNED["program_aware"], 1e7, cell=close)]
+    rows += [_row(OURS, 10.96e6, cell=close), _row(live(close)["program_aware"], 1e7, cell=close)]
     rows += [_row(NO_LIMITS, 11.5e6, cell=close), _row(FREE_COPIES, 11.2e6, cell=close)]
-    rows.append(_row(OURS, 1e6, cell=Cell(batch=16, l2="none")))  # a cell that is not complete is not judged
-    rows.append(_row(TUNED["action"], 2e6, cell=Cell(batch=16, l2="none")))
+    partial = Cell(batch=16, l2="none")  # not complete, so not judged
+    rows += [_row(OURS, 1e6, cell=partial), _row(live(partial)["action"], 2e6, cell=partial)]
     text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
     assert "## Targets, as far as it ran" in text and "Not run yet." in text
     assert "| never below 0.95× | 0.900× of `paper` at 32b B=64 af=2 L2=default ρ=0.6 | **no** |" in text
@@ -143,23 +144,29 @@ def test_every_policy_is_tuned_alike_and_the_study_uses_what_came_of_it() -> Non
     assert {len(settings) for settings in study_tune.SETTINGS.values()} == {6}
     assert study_tune.SETTINGS.keys() == {*TUNED, OURS}
     rows = read_rows(Path(study.__file__).parent / "study" / "tune.jsonl")
-    assert {name: study_tune.best(rows, name) or name for name in TUNED} == TUNED
-    found = study_tune.scores(rows, OURS)
-    assert found[""][0] > 0.98 * max(score for score, _ in found.values()), "it runs as it is configured"
+    assert {name: study_tune.best(rows, name) for name in TUNED} == TUNED
+    for hosted in (False, True):
+        found = study_tune.scores(rows, OURS, hosted)
+        assert found[""][0] > 0.98 * max(score for score, _ in found.values()), "it runs as it is configured"
 
 
 def test_a_setting_is_scored_by_its_geometric_mean_where_it_ran_everywhere() -> None:
-    def row(setting: str, cell: Cell, hours: float) -> Row:
-        return _row(study_tune.label("action", setting), 1.0, cell=cell, seed=study_tune.SEEDS[0], hours=hours)
+    rows: list[Row] = []
 
-    speeds = (1.0, 4.0, *[2.0] * (len(study_tune.CELLS) - 2))
-    rows = [row("", cell, 8.0) for cell in study_tune.CELLS]
-    rows += [row("engine.slots=12", cell, 8.0 / s) for cell, s in zip(study_tune.CELLS, speeds, strict=True)]
-    rows.append(row("engine.slots=48", study_tune.CELLS[0], 1.0))
-    found = study_tune.scores(rows, "action")
+    def ran(setting: str, cell: Cell, speed: float) -> None:
+        label = study_tune.label("action", setting)
+        rows.extend(_row(label, 1.0, cell=cell, seed=seed, hours=8.0 / speed) for seed in study_tune.SEEDS)
+
+    for hosted, setting in ((False, "engine.slots=12"), (True, "engine.slots=48")):
+        for speed, cell in zip((1.0, 4.0), study_tune.cells_of(hosted), strict=True):
+            ran("", cell, 1.0)
+            ran(setting, cell, speed)
+    ran("engine.slots=32", study_tune.CELLS[0], 8.0)
+    found = study_tune.scores(rows, "action", False)
     assert found.keys() == {"", "engine.slots=12"} and found[""][0] == 1.0
-    assert found["engine.slots=12"] == (pytest.approx(2.0), pytest.approx(list(speeds)))
-    assert study_tune.best(rows, "action") == "action:engine.slots=12" and study_tune.best(rows, "paper") is None
+    assert found["engine.slots=12"] == (pytest.approx(2.0), pytest.approx([1.0, 4.0]))
+    assert study_tune.best(rows, "action") == ("action:engine.slots=12", "action:engine.slots=48")
+    assert study_tune.best(rows, "paper") is None
     text = document(Results(rows), full=False, wanted=1, machine="a machine", tuning=rows)
     assert "| `action` | `engine.slots=12` | **2.000** | 1.00 | 4.00 |" in text
 

@@ -9,6 +9,7 @@ import msgspec
 
 from rollout.sim.config import PRESETS
 
+OURS, ORACLE = "venus", "oracle"
 TUNED: dict[str, tuple[str, str]] = {
     "action": ("action:engine.slots=24", "action:engine.slots=24"),
     "trajectory": ("trajectory:engine.slots=16", "trajectory:engine.slots=16"),
@@ -21,9 +22,8 @@ TUNED: dict[str, tuple[str, str]] = {
 """Policy → the labels of its best settings in `study/tune.jsonl`, without a host cache and with one."""
 PLAIN = ("trajectory", "longest_first")
 """With the engine's 64 slots too: fewer help where KV is short, and cost where it is not."""
-OURS, ORACLE = "venus", "oracle"
-NO_LIMITS = "action:engine.kv_tokens=100000000:engine.slots=4096"
-"""What no policy can pass: KV memory and slots for everything at once."""
+NO_LIMITS = tuple(f"{name}:engine.kv_tokens=100000000:engine.slots=4096" for name in ("action", OURS))
+"""KV memory and slots for everything at once: without an order, and in ours; the better one is the bound."""
 FREE_COPIES = "venus:fill=2:engine.l2=large:engine.l2_node_gb=100000000:engine.l2_gb_per_s=100000000"
 """What is left to gain by choosing whose KV is held: the memory is as it is, what was evicted is back for nothing."""
 LADDER = (
@@ -116,7 +116,7 @@ def ladder(full: bool) -> list[Cell]:
 
 def sweep(full: bool) -> list[Cell]:
     """Of `trajectory`'s slots."""
-    return [Cell(async_factor=f, l2=m) for f, m in product((1.0, 2.0) if full else (2.0,), L2)]
+    return [Cell(async_factor=f, l2=m) for f, m in product((1.0, 1.5, 2.0) if full else (2.0,), L2)]
 
 
 def sandbox_cells() -> list[Cell]:
@@ -131,6 +131,11 @@ def discard_cells(full: bool) -> list[Cell]:
 
 
 DISCARD_POLICIES = ("trajectory", "action", "paper", "venus")
+
+
+def mixture_cells(full: bool) -> list[Cell]:
+    """Where the order of groups can skew which tasks are trained first."""
+    return [cell for cell in grid(full) if cell.async_factor == 2.0 and cell.correlation == 0.6]
 
 
 def parameter_cells(full: bool) -> list[Cell]:
@@ -158,12 +163,13 @@ def runs(full: bool) -> list[Run]:
         for cell in grid(full):
             found |= dict.fromkeys(_each([cell], (OURS, *live(cell).values(), ORACLE), some))
         bounds = [cell for cell in grid(full) if cell.l2 == "none"]
-        found |= dict.fromkeys(_each(bounds, (NO_LIMITS,), extra))
+        found |= dict.fromkeys(_each(bounds, NO_LIMITS, extra))
         found |= dict.fromkeys(_each([cell for cell in bounds if cell.batch == 64], (FREE_COPIES,), extra))
         found |= dict.fromkeys(_each(ladder(full), (*LADDER, OURS), extra))
         slots = [f"trajectory:engine.slots={n}" for n in SLOTS]
         found |= dict.fromkeys(_each(sweep(full), ("trajectory", "action", *slots), extra))
         found |= dict.fromkeys(_each(sandbox_cells(), ("paper", OURS), extra))
         found |= dict.fromkeys(_each(discard_cells(full), DISCARD_POLICIES, extra))
+        found |= dict.fromkeys(_each(mixture_cells(full), ("paper",), extra))
         found |= dict.fromkeys(_each(parameter_cells(full), parameter_labels(), extra))
     return list(found)

@@ -20,6 +20,7 @@ from rollout.sim.study_cells import (
     grid,
     ladder,
     live,
+    mixture_cells,
     parameter_cells,
     parameter_labels,
     sandbox_cells,
@@ -91,9 +92,10 @@ and the policies are the live ones. Rates are trained tokens per hour in million
 seeds differ. Settings of the policies: see the tuning at the end. A cell of a baseline counts only where the mean
 trained length is within 2% of the submitted stream's and their distributions agree (KS ≤ 0.05); others are marked *.
 `oracle` is `venus` with true lengths; *free copies* (at batch 64) is `venus` where whatever was evicted is back at once
-from an endless host cache; *no limits* is a cluster with endless KV memory and slots. B: groups a step; af:
-async_factor; L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ: correlation of lengths inside a
-group.
+from an endless host cache; *no limits* is a cluster with endless KV memory and slots, under `action` or `venus`. B:
+groups a step; af: async_factor; L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ: correlation of
+lengths inside a group. Every cell and policy with rate, T_next, lengths, discards and hit rates, smallest, median and
+largest over seeds: [cells.csv](study/cells.csv).
 
 ![Trained tokens per hour](study/throughput.png)
 """
@@ -328,21 +330,19 @@ def _relative(results: Results, cell: Cell, base: Cell, policy: str) -> float | 
 
 def _mixture(results: Results, full: bool) -> str:
     rows = []
-    for cell in grid(full):
-        if cell.async_factor == 2.0 and cell.correlation == 0.6 and results.has(cell, OURS):
-            for name in ("action", "paper", OURS, ORACLE):
-                label = _columns(cell)[name]
-                found = list(results.seeds_of(cell, label).values())
-                if found:
-                    parts = [sum(result["mixture"][n] for result in found) / len(found) for n in range(4)]
-                    drift = results.middle(cell, label, "mixture_drift")
-                    rows.append([cell.name, f"`{label}`", *(f"{part:.2f}" for part in parts), _number(drift)])
+    for cell in mixture_cells(full):
+        for label in (live(cell)["action"], "paper", live(cell)["paper"], OURS, ORACLE):
+            found = list(results.seeds_of(cell, label).values())
+            if found and results.has(cell, OURS):
+                parts = [sum(result["mixture"][n] for result in found) / len(found) for n in range(4)]
+                drift = results.middle(cell, label, "mixture_drift")
+                rows.append([cell.name, f"`{label}`", *(f"{part:.2f}" for part in parts), _number(drift)])
     return f"""
 ## Mixture of tasks
 
 Prompts by mean length, in quarters of the submitted stream (0.25 each is declared): shares that the counted steps
 consumed, and the largest distance of the mixture trained so far from the one declared so far (total variation; 0 at
-async_factor 1, where the order cannot matter).
+async_factor 1, where the order cannot matter). `paper` takes the groups first that are expected to end first.
 
 {table(["cell", "policy", "shortest", "second", "third", "longest", "largest distance"], rows)}"""
 

@@ -62,7 +62,9 @@ class Results:
         )
 
     def rivals(self, cell: Cell) -> list[tuple[float, str]]:
-        """(ours ÷ theirs, name) of the live policies whose runs count, worst for us first."""
+        """(ours ÷ theirs, name) of the live policies whose runs count, worst for us first; none where ours do not."""
+        if not self.counts(cell, OURS):
+            return []
         ratios = ((self.ratio(cell, OURS, label), name, self.counts(cell, label)) for name, label in live(cell).items())
         return sorted((ratio, name) for ratio, name, counts in ratios if ratio is not None and counts)
 
@@ -70,9 +72,11 @@ class Results:
         """(oracle, free copies, no limits) ÷ ours: what true lengths, a perfect cache and endless memory would give."""
         # The last two were simulated once for every host cache: theirs is another one.
         elsewhere = msgspec.structs.replace(cell, l2="none")
-        bounds = (cell, ORACLE), (elsewhere, FREE_COPIES), (elsewhere, NO_LIMITS)
-        oracle, copies, limits = (_ratio(self.seeds_of(*bound), self.seeds_of(cell, OURS)) for bound in bounds)
-        return oracle, copies, limits
+        ours = self.seeds_of(cell, OURS)
+        oracle = _ratio(self.seeds_of(cell, ORACLE), ours)
+        copies = _ratio(self.seeds_of(elsewhere, FREE_COPIES), ours)
+        limits = [_ratio(self.seeds_of(elsewhere, label), ours) for label in NO_LIMITS]
+        return oracle, copies, max((ratio for ratio in limits if ratio is not None), default=None)
 
 
 def _ratio(mine: Mapping[int, dict[str, Any]], theirs: Mapping[int, dict[str, Any]]) -> float | None:

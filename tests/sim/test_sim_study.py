@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from envclient.base.errors import ConfigError
 from rollout.policy.registry import POLICIES
-from rollout.sim import compiled, study, study_runs, study_tune
+from rollout.sim import compiled, study, study_adopt, study_runs, study_tune
 from rollout.sim.fairness import classes, discard_shares, drift, shares
 from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, live, runs
 from rollout.sim.study_report import document
@@ -115,8 +116,10 @@ def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> Non
     assert results.middle(Cell(), OURS) == 20.0 and results.values(Cell(), OURS) == [10.0, 20.0, 30.0]
     assert not results.counts(Cell(), action)
     assert results.rivals(Cell()) == [(1.0, "paper")]
+    assert Results([*rows, _row(OURS, 20.0, seed=3, length_ks=0.1)]).rivals(Cell()) == []
     none = Cell(l2="none")
-    bounded = Results([*rows, _row(ORACLE, 25.0), _row(FREE_COPIES, 30.0, cell=none), _row(NO_LIMITS, 50.0, cell=none)])
+    limits = [_row(label, rate, cell=none) for label, rate in zip(NO_LIMITS, (50.0, 40.0), strict=True)]
+    bounded = Results([*rows, _row(ORACLE, 25.0), _row(FREE_COPIES, 30.0, cell=none), *limits])
     assert bounded.bounds(Cell()) == (2.5, 3.0, 5.0)
 
 
@@ -126,7 +129,7 @@ def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     rows = [_row(name, rate, cell=cell) for name, rate in {OURS: 9e6, **rivals}.items()]
     close = Cell(batch=64, async_factor=1.0, l2="none")
     rows += [_row(OURS, 10.96e6, cell=close), _row(live(close)["program_aware"], 1e7, cell=close)]
-    rows += [_row(NO_LIMITS, 11.5e6, cell=close), _row(FREE_COPIES, 11.2e6, cell=close)]
+    rows += [_row(NO_LIMITS[1], 11.5e6, cell=close), _row(FREE_COPIES, 11.2e6, cell=close)]
     partial = Cell(batch=16, l2="none")  # not complete, so not judged
     rows += [_row(OURS, 1e6, cell=partial), _row(live(partial)["action"], 2e6, cell=partial)]
     text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
@@ -245,6 +248,45 @@ def test_a_report_keeps_policies_of_which_nothing_changed(tmp_path: Path) -> Non
     assert "Runs: 2 of the" in text and f"(code {', '.join(sorted((code_digest(OURS), 'older')))};" in text
 
 
+def test_runs_of_other_code_are_kept_where_some_come_out_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[Run] = []
+
+    class Now:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Now:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def map(self, _: Any, some: list[Run]) -> list[tuple[dict[str, Any], float]]:
+            again.extend(some)
+            # What is simulated now differs for `paper`, and only in one run.
+            return [({"hours": 2.0 if r.policy == "paper" and r.seed == 4 else 1.0}, 0.1) for r in some]
+
+    monkeypatch.setattr(study_adopt, "ProcessPoolExecutor", Now)
+
+    def row(policy: str, seed: int, code: str) -> Row:
+        return msgspec.structs.replace(_row(policy, 1.0, seed=seed), code=code, result={"hours": 1.0})
+
+    rows = [row(policy, seed, "older") for policy in ("action:engine.slots=24", "paper") for seed in range(6)]
+    rows += [row("action", 6, "oldest"), row(OURS, 0, code_digest(OURS))]
+    raw = tmp_path / "raw.jsonl"
+    raw.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    said: list[str] = []
+    study_adopt.adopt(raw, 6, processes=1, tell=said.append)
+    assert len(again) == 13 and len(set(again)) == 13
+    after = read_rows(raw)
+    assert [msgspec.structs.replace(r, code="") for r in after] == [msgspec.structs.replace(r, code="") for r in rows]
+    action, paper = code_digest("action"), "older"
+    assert [r.code for r in after] == [*[action] * 6, *[paper] * 6, action, code_digest(OURS)]
+    assert "action, code older: 6 of 6 runs are equal: kept" in said
+    assert any(line.endswith("paper seed 4 is another one: 6 runs are not kept") for line in said)
+    again.clear()
+    study_adopt.adopt(raw, 2, processes=1, tell=said.append)
+    assert [r.policy for r in again] == ["paper"] * 2
+
+
 def test_one_run_as_a_process_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"workers": 1, "group": {"size": 2}, "workload": {"turns_mu": 1.0}, "engine": {"kv_tokens": 200000}}
     monkeypatch.setitem(study_runs.PRESETS, "tiny", tiny)
@@ -264,6 +306,9 @@ def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
     assert study.main(["--report-only", "--folder", str(tmp_path)]) == 0
     text = (tmp_path / "STUDY.md").read_text()
     assert "Runs: 3 of the" in text and "Commit d (code c;" in text and "a machine" in text
+    table = list(csv.DictReader((tmp_path / "study" / "cells.csv").open()))
+    assert [row["policy"] for row in table] == [row.policy for row in rows]
+    assert table[0]["async_factor"] == "2.0" and table[0]["trained_tokens_per_hour_median"] == "1e+06"
     for name in ("throughput", "slots"):
         assert (tmp_path / "study" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -271,6 +316,8 @@ def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
 def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--processes is 0"):
         study.main(["--processes", "0", "--folder", str(tmp_path)])
+    with pytest.raises(ConfigError, match="--adopt is 0"):
+        study.main(["--adopt", "0", "--folder", str(tmp_path)])
     with pytest.raises(ConfigError, match="no run of this study"):
         study.main(["--report-only", "--folder", str(tmp_path)])
 

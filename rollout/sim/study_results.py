@@ -10,7 +10,7 @@ import msgspec
 
 from envclient.base.configs import build
 from rollout.sim.config import PRESETS, SimConfig
-from rollout.sim.cost import engine_cost
+from rollout.sim.cost import EngineCost, engine_cost
 from rollout.sim.report import KS_TOLERANCE, LENGTH_TOLERANCE
 from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, Cell, live
 from rollout.sim.study_runs import Row
@@ -86,13 +86,24 @@ def _ratio(mine: Mapping[int, dict[str, Any]], theirs: Mapping[int, dict[str, An
 
 
 def kv_demand(cell: Cell) -> float:
-    """Contexts in flight, in units of the workers' device and host memory together: above 1 something must give.
+    """Contexts in flight, in units of the workers' device and host memory together: above 1 something must give."""
+    config, cost = _cluster(cell)
+    trajectories = int(cell.async_factor * cell.batch) * config.group.size
+    return trajectories * _context_tokens(config) / (config.workers * (cost.kv_tokens + cost.host_tokens))
 
-    A trajectory counts with half its way from the first to the mean last context, its group's prompt once.
-    """
+
+def contexts_held(cell: Cell) -> float:
+    """Trajectories' contexts that a worker's device memory holds."""
+    config, cost = _cluster(cell)
+    return cost.kv_tokens / _context_tokens(config)
+
+
+def _cluster(cell: Cell) -> tuple[SimConfig, EngineCost]:
     config = build(SimConfig, [(cell.preset, PRESETS[cell.preset])], cell.overrides())
-    cost = engine_cost(config.model, config.engine)
-    groups = int(cell.async_factor * cell.batch)
+    return config, engine_cost(config.model, config.engine)
+
+
+def _context_tokens(config: SimConfig) -> float:
+    """Of a trajectory in the mean: half its way from the first to the mean last context, and its part of the prompt."""
     private = (_MEAN_CONTEXT - config.workload.first_context) / 2
-    tokens = groups * (config.workload.first_context + config.group.size * private)
-    return tokens / (config.workers * (cost.kv_tokens + cost.host_tokens))
+    return config.workload.first_context / config.group.size + private

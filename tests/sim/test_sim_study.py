@@ -16,7 +16,7 @@ from rollout.sim import compiled, study, study_adopt, study_runs, study_tune
 from rollout.sim.fairness import classes, discard_shares, drift, shares
 from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, live, runs
 from rollout.sim.study_report import document
-from rollout.sim.study_results import Results, kv_demand
+from rollout.sim.study_results import Results, contexts_held, kv_demand
 from rollout.sim.study_runs import Row, code_digest, make_missing, read_rows
 from tests.sim.kit import run
 
@@ -85,6 +85,8 @@ def test_kv_demand_counts_device_and_host() -> None:
     short, ample = (kv_demand(Cell(batch=64, l2=memory)) for memory in ("none", "default"))
     assert short == pytest.approx(3 * ample, rel=1e-3)
     assert kv_demand(Cell(batch=64, async_factor=2.0)) == pytest.approx(2 * ample)
+    # 512 trajectories on four workers without a host cache.
+    assert short * contexts_held(Cell()) * 4 == pytest.approx(512)
 
 
 def _row(policy: str, rate: float, *, cell: Cell | None = None, seed: int = 0, **changed: Any) -> Row:

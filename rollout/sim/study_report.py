@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
@@ -143,6 +143,12 @@ def _targets(results: Results, full: bool) -> str:
         text += f"\nCells at batch 64 below {AHEAD:g}× of ThunderAgent's rule, and how far the bounds are:\n\n"
         lines = [[cell.name, f"{ratio:.3f}", *map(_number, results.bounds(cell))] for cell, ratio in close]
         text += table(["cell", "venus ÷ `program_aware`", *BOUNDS], lines)
+    if consumed := [ratio for cell in cells for ratio in results.consumed(cell)]:
+        text += f"""
+Rates leave out the last steps, in which a policy could leave what is long. The groups that `venus` consumed in the
+counted steps had {min(consumed):.3f}–{max(consumed):.3f} times the tokens of the median policy's, {fmean(consumed):.3f}
+in the mean.
+"""
     return text
 
 

@@ -68,6 +68,15 @@ class Results:
         ratios = ((self.ratio(cell, OURS, label), name, self.counts(cell, label)) for name, label in live(cell).items())
         return sorted((ratio, name) for ratio, name, counts in ratios if ratio is not None and counts)
 
+    def consumed(self, cell: Cell) -> list[float]:
+        """One a seed: tokens of a group in our counted steps ÷ those of the median live policy."""
+        theirs = [self.seeds_of(cell, label) for label in live(cell).values()]
+        found = []
+        for seed, ours in self.seeds_of(cell, OURS).items():
+            if others := [_group_tokens(results[seed]) for results in theirs if seed in results]:
+                found.append(_group_tokens(ours) / median(others))
+        return found
+
     def bounds(self, cell: Cell) -> tuple[float | None, float | None, float | None]:
         """(oracle, free copies, no limits) ÷ ours: what true lengths, a perfect cache and endless memory would give."""
         # The last two were simulated once for every host cache: theirs is another one.
@@ -83,6 +92,11 @@ def _ratio(mine: Mapping[int, dict[str, Any]], theirs: Mapping[int, dict[str, An
     """Of the medians of trained tokens per hour, over the seeds that both have."""
     both = mine.keys() & theirs.keys()
     return median(mine[s][RATE] for s in both) / median(theirs[s][RATE] for s in both) if both else None
+
+
+def _group_tokens(result: Mapping[str, Any]) -> float:
+    """Mean over the counted steps."""
+    return float(result[RATE] / result["groups_per_hour"])
 
 
 def kv_demand(cell: Cell) -> float:

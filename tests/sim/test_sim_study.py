@@ -118,6 +118,8 @@ def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> Non
     assert results.middle(Cell(), OURS) == 20.0 and results.values(Cell(), OURS) == [10.0, 20.0, 30.0]
     assert not results.counts(Cell(), action)
     assert results.rivals(Cell()) == [(1.0, "paper")]
+    (third,) = Results([_row(OURS, 9.0, groups_per_hour=3.0), _row(paper, 9.0, groups_per_hour=1.0)]).consumed(Cell())
+    assert third == pytest.approx(1 / 3)
     assert Results([*rows, _row(OURS, 20.0, seed=3, length_ks=0.1)]).rivals(Cell()) == []
     none = Cell(l2="none")
     limits = [_row(label, rate, cell=none) for label, rate in zip(NO_LIMITS, (50.0, 40.0), strict=True)]

@@ -11,12 +11,12 @@ from rollout.sim.config import PRESETS
 
 OURS, ORACLE = "venus", "oracle"
 TUNED: dict[str, tuple[str, str]] = {
-    "action": ("action:engine.slots=24", "action:engine.slots=24"),
-    "trajectory": ("trajectory:engine.slots=16", "trajectory:engine.slots=16"),
-    "fcfs_priority": ("fcfs_priority:engine.slots=24", "fcfs_priority:engine.slots=24"),
-    "longest_first": ("longest_first:engine.slots=12", "longest_first:engine.slots=12"),
-    "program_aware": ("program_aware:buffer_tokens=1000", "program_aware:buffer_tokens=1000"),
-    "program_aware_plus": ("program_aware_plus:buffer_tokens=4000", "program_aware_plus:buffer_tokens=4000"),
+    "action": ("action:engine.slots=24", "action:engine.slots=16"),
+    "trajectory": ("trajectory:engine.slots=12", "trajectory:engine.slots=24"),
+    "fcfs_priority": ("fcfs_priority:engine.slots=12", "fcfs_priority:engine.slots=48"),
+    "longest_first": ("longest_first:engine.slots=12", "longest_first:engine.slots=24"),
+    "program_aware": ("program_aware:buffer_tokens=4000", "program_aware:interval_s=20"),
+    "program_aware_plus": ("program_aware_plus:buffer_tokens=4000", "program_aware_plus"),
     "paper": ("paper:order=admission", "paper:order=admission"),
 }
 """Policy → the labels of its best settings in `study/tune.jsonl`, without a host cache and with one."""

@@ -91,7 +91,7 @@ class GroupConfig:
     batch: int = 16
     """B: groups of an optimizer step."""
     async_factor: float = 1.0
-    """Groups in flight ≤ floor(async_factor · B); 1.0 is strictly on-policy."""
+    """Groups in flight ≤ floor(async_factor · B); 1.0 is strictly on-policy, more oversamples."""
     max_version_span: int = 2
     """S: a trajectory that would sample under more than S versions is discarded."""
     include_promoted: bool = True
@@ -159,17 +159,18 @@ class PolicyConfig:
     """venus: share (0 to 1) of a trajectory's expected growth that is reserved for it from the start; below 0: 0.1
     without a host cache, 0.25 with one."""
     growth_tokens: int = 1000
-    """Tokens of growth expected of a context before any length was measured."""
+    """Tokens (0 to 10⁷) of growth expected of a context before any length was measured."""
     move_gap: float = 0.1
-    """Smallest difference (share of KV capacity) in load between two workers that is worth a move."""
+    """Smallest difference in load (share of KV capacity, 0 to 10) between two workers that is worth a move."""
     interval_s: float = 5.0
-    """program_aware: seconds between its checks (ThunderAgent's default)."""
+    """program_aware: seconds (0.1 to 3600) between its checks (ThunderAgent's default)."""
     buffer_tokens: int = 100
-    """program_aware: KV tokens kept free for each active trajectory (ThunderAgent's BUFFER_PER_PROGRAM)."""
+    """program_aware: KV tokens (0 to 10⁶) kept free for each active trajectory (ThunderAgent's BUFFER_PER_PROGRAM)."""
     acting_decay: bool = False
     """program_aware: on resuming, count the tokens of a tool call of t seconds 2^−t times (ThunderAgent's option)."""
     longest_wait_s: float = 1800.0
-    """program_aware: seconds after which a paused trajectory is resumed whatever the load (ThunderAgent's)."""
+    """program_aware: seconds (0 to 10⁷) after which a paused trajectory is resumed whatever the load, if its worker can
+    have it open (ThunderAgent's)."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""`python -m rollout.predictor.serve --run-dir DIR --fd N`: the predictor's service, a role of the run.
+"""`python -m rollout.predictor.serve --run-dir DIR`: the predictor's service, a role of the run.
 
 Workers ask it at every turn's end, with the context's tokens; it answers with the remaining tokens that its scorer
 sees in them. At checkpoints it is trained anew (`refresh`) and goes on answering meanwhile. When it dies the run goes
@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from envclient.base.configs import section
 from envclient.base.errors import VenusError, main_guard
+from envclient.base.ports import listen
 from envclient.base.processes import die_with_parent, log_to_stderr
 from envclient.base.server import RoleServer
 from envclient.base.wire import endpoint, make_app, token_from_environment
@@ -140,18 +141,28 @@ async def serve(run_dir: Path, config: PredictorConfig, sock: socket.socket, tok
         await predictor.stop()
 
 
+def listening(fd: int | None, config: PredictorConfig) -> socket.socket:
+    """The inherited socket, or one of its own where the config says, which is logged."""
+    sock = listen(config.host, config.port) if fd is None else socket.socket(fileno=fd)
+    sock.setblocking(False)
+    if fd is None:
+        log.info("listening on %s:%d", *sock.getsockname()[:2])
+    return sock
+
+
 def main() -> None:
     die_with_parent()
     parser = argparse.ArgumentParser(prog="python -m rollout.predictor.serve")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the run, with its config.yaml")
-    parser.add_argument("--fd", type=int, required=True, help="inherited listening socket")
+    parser.add_argument(
+        "--fd", type=int, help="inherited listening socket; default: one of rollout.predictor.host and port"
+    )
     arguments = parser.parse_args()
     log_to_stderr("predictor")
     config = section(arguments.run_dir / "config.yaml", "rollout", RolloutConfig).predictor
     check_settings(config)
     token = token_from_environment()
-    sock = socket.socket(fileno=arguments.fd)
-    sock.setblocking(False)
+    sock = listening(arguments.fd, config)
     asyncio.run(serve(arguments.run_dir, config, sock, token))
 
 

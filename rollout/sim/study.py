@@ -16,7 +16,9 @@ from pathlib import Path
 from envclient.base.errors import ConfigError, main_guard
 from envclient.base.files import write_atomic
 from rollout.sim.compiled import compiled_copy
+from rollout.sim.study_adopt import adopt
 from rollout.sim.study_cells import runs
+from rollout.sim.study_csv import cells_csv
 from rollout.sim.study_plot import draw
 from rollout.sim.study_report import document
 from rollout.sim.study_results import Results
@@ -33,8 +35,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="a fraction, ≤ 20 minutes on 2 cores with --compile (default)"
     )
     size.add_argument("--full", action="store_true", help="all cells, hours")
-    size.add_argument("--tune", action="store_true", help="the tuning of every policy, about 12 minutes of one core")
+    size.add_argument("--tune", action="store_true", help="the tuning of every policy, about 40 minutes of one core")
     parser.add_argument("--report-only", action="store_true", help="write STUDY.md from the runs that are there")
+    parser.add_argument(
+        "--adopt", type=int, metavar="N", help="first keep runs of other code where N of each policy come out equal"
+    )
     parser.add_argument("--folder", type=Path, default=HOME, help="of STUDY.md and study/raw.jsonl")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--time-budget", type=float, metavar="MIN", help="begin no run later than this")
@@ -46,8 +51,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    if args.processes < 1:
-        raise ConfigError(f"--processes is {args.processes}", "give at least 1")
+    for option in ("processes", "adopt"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option} is {value}", "give at least 1")
     raw, tuned = (args.folder / "study" / f"{name}.jsonl" for name in ("raw", "tune"))
     wanted = runs(args.full)
     missing = 0
@@ -57,15 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.path.insert(0, str(compiled_copy(args.compile / code_digest()).resolve()))
         budget_s = None if args.time_budget is None else args.time_budget * 60
         path, some = (tuned, tuning_runs()) if args.tune else (raw, wanted)
+        if args.adopt is not None:
+            adopt(path, args.adopt, processes=args.processes)
         missing = make_missing(path, some, processes=args.processes, budget_s=budget_s)
     asked = set(wanted)
     rows = [row for row in read_rows(raw) if row.run in asked]
+    if not rows and args.tune:
+        return 1 if missing else 0  # a report needs runs of the study itself
     if not rows:
         raise ConfigError(f"{raw} has no run of this study", "leave --report-only out")
     results = Results(_of_one_code_each(rows))
     tuning = read_rows(tuned)
     text = document(results, full=args.full, wanted=len(wanted), machine=results.rows[-1].machine, tuning=tuning)
     write_atomic(args.folder / "STUDY.md", text.encode())
+    write_atomic(args.folder / "study" / "cells.csv", cells_csv(results).encode())
     draw(results, args.folder / "study", full=args.full)
     print(f"wrote {args.folder / 'STUDY.md'}: {len(results.rows)} of {len(wanted)} runs", file=sys.stderr)
     return 1 if missing else 0

@@ -9,23 +9,21 @@ import msgspec
 
 from rollout.sim.config import PRESETS
 
-TUNED = {
-    "action": "action:engine.slots=24",
-    "trajectory": "trajectory:engine.slots=16",
-    "fcfs_priority": "fcfs_priority:engine.slots=24",
-    "longest_first": "longest_first:engine.slots=12",
-    "program_aware": "program_aware:buffer_tokens=1000",
-    "program_aware_plus": "program_aware_plus:buffer_tokens=4000",
-    "paper": "paper:order=admission",
+OURS, ORACLE = "venus", "oracle"
+TUNED: dict[str, tuple[str, str]] = {
+    "action": ("action:engine.slots=24", "action:engine.slots=16"),
+    "trajectory": ("trajectory:engine.slots=12", "trajectory:engine.slots=24"),
+    "fcfs_priority": ("fcfs_priority:engine.slots=12", "fcfs_priority:engine.slots=48"),
+    "longest_first": ("longest_first:engine.slots=12", "longest_first:engine.slots=24"),
+    "program_aware": ("program_aware:buffer_tokens=4000", "program_aware:interval_s=20"),
+    "program_aware_plus": ("program_aware_plus:buffer_tokens=4000", "program_aware_plus"),
+    "paper": ("paper:order=admission", "paper:order=admission"),
 }
-"""Policy → the label of its best setting in `study/tune.jsonl`; its name where that was not run."""
+"""Policy → the labels of its best settings in `study/tune.jsonl`, without a host cache and with one."""
 PLAIN = ("trajectory", "longest_first")
 """With the engine's 64 slots too: fewer help where KV is short, and cost where it is not."""
-LIVE = tuple(dict.fromkeys((*TUNED.values(), *PLAIN)))
-"""What `venus` is compared with."""
-OURS, ORACLE = "venus", "oracle"
-NO_LIMITS = "action:engine.kv_tokens=100000000:engine.slots=4096"
-"""What no policy can pass: KV memory and slots for everything at once."""
+NO_LIMITS = tuple(f"{name}:engine.kv_tokens=100000000:engine.slots=4096" for name in ("action", OURS))
+"""KV memory and slots for everything at once: without an order, and in ours; the better one is the bound."""
 FREE_COPIES = "venus:fill=2:engine.l2=large:engine.l2_node_gb=100000000:engine.l2_gb_per_s=100000000"
 """What is left to gain by choosing whose KV is held: the memory is as it is, what was evicted is back for nothing."""
 LADDER = (
@@ -85,6 +83,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.preset} B={self.batch} af={self.async_factor:g} L2={self.l2} ρ={self.correlation:g}"
 
 
+def live(cell: Cell) -> dict[str, str]:
+    """What `venus` is compared with: policies as tables name them → what was run of them in this cell."""
+    hosted = cell.l2 != "none"
+    return {name: labels[hosted] for name, labels in TUNED.items()} | {f"{name}, 64 slots": name for name in PLAIN}
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation of the study."""
 
@@ -112,7 +116,7 @@ def ladder(full: bool) -> list[Cell]:
 
 def sweep(full: bool) -> list[Cell]:
     """Of `trajectory`'s slots."""
-    return [Cell(async_factor=f, l2=m) for f, m in product((1.0, 2.0) if full else (2.0,), L2)]
+    return [Cell(async_factor=f, l2=m) for f, m in product((1.0, 1.5, 2.0) if full else (2.0,), L2)]
 
 
 def sandbox_cells() -> list[Cell]:
@@ -129,6 +133,11 @@ def discard_cells(full: bool) -> list[Cell]:
 DISCARD_POLICIES = ("trajectory", "action", "paper", "venus")
 
 
+def mixture_cells(full: bool) -> list[Cell]:
+    """Where the order of groups can skew which tasks are trained first."""
+    return [cell for cell in grid(full) if cell.async_factor == 2.0 and cell.correlation == 0.6]
+
+
 def parameter_cells(full: bool) -> list[Cell]:
     """Where each key of ours is varied."""
     return [Cell(async_factor=1.5, l2=m) for m in (L2 if full else L2[:2])]
@@ -139,11 +148,9 @@ def parameter_labels() -> list[str]:
 
 
 def _each(cells: Iterable[Cell], policies: Iterable[str], seeds: Iterable[int]) -> Iterator[Run]:
-    policies = tuple(policies)
-    for seed in seeds:
-        for cell in cells:
-            for policy in policies:
-                yield Run(cell=cell, policy=policy, seed=seed)
+    labels = tuple(policies)
+    for seed, cell, label in product(seeds, cells, labels):
+        yield Run(cell=cell, policy=label, seed=seed)
 
 
 def runs(full: bool) -> list[Run]:
@@ -153,14 +160,16 @@ def runs(full: bool) -> list[Run]:
     for number in range(len(seeds)):
         some = seeds[number : number + 1]
         extra = some if full or number == 0 else ()
-        found |= dict.fromkeys(_each(grid(full), (OURS, *LIVE, ORACLE), some))
+        for cell in grid(full):
+            found |= dict.fromkeys(_each([cell], (OURS, *live(cell).values(), ORACLE), some))
         bounds = [cell for cell in grid(full) if cell.l2 == "none"]
-        found |= dict.fromkeys(_each(bounds, (NO_LIMITS,), extra))
+        found |= dict.fromkeys(_each(bounds, NO_LIMITS, extra))
         found |= dict.fromkeys(_each([cell for cell in bounds if cell.batch == 64], (FREE_COPIES,), extra))
         found |= dict.fromkeys(_each(ladder(full), (*LADDER, OURS), extra))
         slots = [f"trajectory:engine.slots={n}" for n in SLOTS]
         found |= dict.fromkeys(_each(sweep(full), ("trajectory", "action", *slots), extra))
         found |= dict.fromkeys(_each(sandbox_cells(), ("paper", OURS), extra))
         found |= dict.fromkeys(_each(discard_cells(full), DISCARD_POLICIES, extra))
+        found |= dict.fromkeys(_each(mixture_cells(full), ("paper",), extra))
         found |= dict.fromkeys(_each(parameter_cells(full), parameter_labels(), extra))
     return list(found)

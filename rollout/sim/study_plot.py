@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from rollout.sim.study_cells import LIVE, ORACLE, OURS, SLOTS, grid, sweep
+from rollout.sim.study_cells import ORACLE, OURS, SLOTS, grid, live, sweep
 from rollout.sim.study_results import Results
 
 
@@ -25,12 +26,13 @@ def draw(results: Results, folder: Path, *, full: bool) -> list[Path]:
 
 def _throughput(pyplot: Any, results: Results, path: Path, full: bool) -> Path:
     cells = [c for c in grid(full) if c.correlation == 0.6 and c.preset == "32b" and results.has(c, OURS)]
-    policies = (*LIVE, OURS, ORACLE)
+    labels = [live(cell) | {OURS: OURS, ORACLE: ORACLE} for cell in cells]
+    policies = list(labels[0]) if labels else []
     colors = pyplot.get_cmap("tab20").colors  # ten, as usual, are too few
     figure, axis = pyplot.subplots(figsize=(max(6.0, 1.1 * len(cells)), 4.5))
     for place, policy in enumerate(policies):
-        there = [(n, results.values(cell, policy)) for n, cell in enumerate(cells) if results.has(cell, policy)]
-        middle = [(results.middle(cells[n], policy) or 0.0) / 1e6 for n, _ in there]
+        there = [(n, found) for n, cell in enumerate(cells) if (found := results.values(cell, labels[n][policy]))]
+        middle = [median(values) / 1e6 for _, values in there]
         low = [m - values[0] / 1e6 for m, (_, values) in zip(middle, there, strict=True)]
         high = [values[-1] / 1e6 - m for m, (_, values) in zip(middle, there, strict=True)]
         width = 0.85 / len(policies)

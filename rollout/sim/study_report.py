@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from statistics import median
+from statistics import fmean, median
+
+import msgspec
 
 from rollout.sim.study_cells import (
     DISCARD_POLICIES,
     LADDER,
-    LIVE,
     ORACLE,
     OURS,
     PARAMETERS,
-    PLAIN,
     SANDBOXES,
     SLOTS,
     STEPS,
-    TUNED,
     Cell,
     discard_cells,
     grid,
     ladder,
+    live,
+    mixture_cells,
     parameter_cells,
     parameter_labels,
     sandbox_cells,
     sweep,
 )
-from rollout.sim.study_results import Results, kv_demand
-from rollout.sim.study_runs import Row, policy_name
-from rollout.sim.study_tune import CELLS, SEEDS, SETTINGS, scores
+from rollout.sim.study_results import Results, contexts_held, kv_demand
+from rollout.sim.study_runs import Row
+from rollout.sim.study_tune import SEEDS, SETTINGS, cells_of, scores
 
 PAPER_TABLE_1 = {
     "paper:residency=false:demotion=false:migration=false": {16: 1.01, 32: 1.81, 64: 1.42},
@@ -93,19 +94,18 @@ and the policies are the live ones. Rates are trained tokens per hour in million
 seeds differ. Settings of the policies: see the tuning at the end. A cell of a baseline counts only where the mean
 trained length is within 2% of the submitted stream's and their distributions agree (KS ≤ 0.05); others are marked *.
 `oracle` is `venus` with true lengths; *free copies* (at batch 64) is `venus` where whatever was evicted is back at once
-from an endless host cache; *no limits* is a cluster with endless KV memory and slots. B: groups a step; af:
-async_factor; L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ: correlation of lengths inside a
-group.
+from an endless host cache; *no limits* is a cluster with endless KV memory and slots, under `action` or `venus`. B:
+groups a step; af: async_factor; L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ: correlation of
+lengths inside a group. Every cell and policy with rate, T_next, lengths, discards and hit rates, smallest, median and
+largest over seeds: [cells.csv](study/cells.csv).
 
 ![Trained tokens per hour](study/throughput.png)
 """
 
 
 def _targets(results: Results, full: bool) -> str:
-    cells = [
-        cell for cell in grid(full) if all(results.has(cell, name) for name in LIVE) and results.rivals(cell, LIVE)
-    ]
-    worst = [(cell, *results.rivals(cell, LIVE)[0]) for cell in cells]
+    cells = [c for c in grid(full) if all(results.has(c, label) for label in live(c).values()) and results.rivals(c)]
+    worst = [(cell, *results.rivals(cell)[0]) for cell in cells]
     rows = []
     if worst:
         won = sum(ratio >= 1.0 for _, ratio, _ in worst) / len(worst)
@@ -118,23 +118,23 @@ def _targets(results: Results, full: bool) -> str:
             ]
         )
         rows.append(
-            ["never below 0.95×", f"{least[1]:.3f}× of `{_name(least[2])}` at {least[0].name}", _yes(least[1] >= 0.95)]
+            ["never below 0.95×", f"{least[1]:.3f}× of `{least[2]}` at {least[0].name}", _yes(least[1] >= 0.95)]
         )
     close = []
     for memory in ("none", "default", "large"):
-        found = _ratios(results, [c for c in grid(full) if c.batch == 64 and c.l2 == memory], TUNED["program_aware"])
+        found = _ratios(results, [c for c in grid(full) if c.batch == 64 and c.l2 == memory], "program_aware")
         if found:
             met = min(found.values()) >= AHEAD
             rows.append([f"≥ {AHEAD:g}× of ThunderAgent's rule at batch 64, L2 {memory}", _span(found), _yes(met)])
         close += [(cell, ratio) for cell, ratio in found.items() if ratio < AHEAD]
-    ratios = _ratios(results, [c for c in grid(full) if kv_demand(c) >= SHORT_OF_KV], TUNED["action"], valid=False)
+    ratios = _ratios(results, [c for c in grid(full) if kv_demand(c) >= SHORT_OF_KV], "action", valid=False)
     if ratios:
         claim = f"≥ 2× of `action` where KV is short (demand ≥ {SHORT_OF_KV:g} × device and host memory)"
         rows.append([claim, _span(ratios), _yes(min(ratios.values()) >= 2.0)])
     losing = []
     for cell, ratio, name in worst:
         if ratio < 1.0:
-            losing.append([cell.name, f"`{_name(name)}`", f"{ratio:.3f}", *map(_number, results.bounds(cell))])
+            losing.append([cell.name, f"`{name}`", f"{ratio:.3f}", *map(_number, results.bounds(cell))])
     text = "\n## Targets\n\n" + table(["target", "measured", "met"], rows)
     if losing:
         text += "\nCells in which `venus` is not the best live policy, and how far the bounds are:\n\n"
@@ -143,13 +143,13 @@ def _targets(results: Results, full: bool) -> str:
         text += f"\nCells at batch 64 below {AHEAD:g}× of ThunderAgent's rule, and how far the bounds are:\n\n"
         lines = [[cell.name, f"{ratio:.3f}", *map(_number, results.bounds(cell))] for cell, ratio in close]
         text += table(["cell", "venus ÷ `program_aware`", *BOUNDS], lines)
+    if consumed := [ratio for cell in cells for ratio in results.consumed(cell)]:
+        text += f"""
+Rates leave out the last steps, in which a policy could leave what is long. The groups that `venus` consumed in the
+counted steps had {min(consumed):.3f}–{max(consumed):.3f} times the tokens of the median policy's, {fmean(consumed):.3f}
+in the mean.
+"""
     return text
-
-
-def _name(label: str) -> str:
-    """Of the policy: its setting is that of the tuning's table."""
-    name = policy_name(label)
-    return f"{name}, 64 slots" if label in PLAIN and label != TUNED[label] else name
 
 
 def _yes(fact: bool) -> str:
@@ -162,8 +162,14 @@ def _span(ratios: Mapping[Cell, float]) -> str:
 
 
 def _ratios(results: Results, cells: Iterable[Cell], other: str, *, valid: bool = True) -> dict[Cell, float]:
-    found = {cell: results.ratio(cell, OURS, other) for cell in cells if not valid or results.counts(cell, other)}
+    labels = {cell: live(cell)[other] for cell in cells}
+    found = {c: results.ratio(c, OURS, label) for c, label in labels.items() if not valid or results.counts(c, label)}
     return {cell: ratio for cell, ratio in found.items() if ratio is not None}
+
+
+def _columns(cell: Cell) -> dict[str, str]:
+    """Policies as tables name them → their labels in this cell, ours last."""
+    return live(cell) | {OURS: OURS, ORACLE: ORACLE}
 
 
 def _grid(results: Results, full: bool) -> str:
@@ -174,15 +180,15 @@ def _grid(results: Results, full: bool) -> str:
             if not results.has(cell, OURS):
                 continue
             first = f"{cell.async_factor:g} {cell.l2} {cell.correlation:g}"
-            best = results.rivals(cell, LIVE)
+            best = results.rivals(cell)
             *_, free = results.bounds(cell)
             cut = f"{best[0][0]:.2f}" if best else "–"
-            figures = [_rate(results, cell, name) for name in (*LIVE, OURS, ORACLE)]
+            figures = [_rate(results, cell, label) for label in _columns(cell).values()]
             rows.append([first, *figures, cut if not best or best[0][0] >= 1 else f"**{cut}**", _number(free)])
         if rows:
             header = [
                 "af L2 ρ",
-                *(f"`{_name(label)}`" for label in (*LIVE, OURS, ORACLE)),
+                *(f"`{name}`" for name in _columns(Cell())),
                 "venus ÷ best",
                 BOUNDS[-1],
             ]
@@ -232,14 +238,10 @@ seconds a step without a group.
         if cell.async_factor not in (1.0, 2.0) or cell.correlation != 0.6 or not results.has(cell, OURS):
             continue
         rows = []
-        for name in (*LIVE, OURS, ORACLE):
-            if results.has(cell, name):
-                rows.append(
-                    [
-                        f"`{_name(name)}`",
-                        *(_number(results.middle(cell, name, key), form) for _, key, form in _BEHAVIOUR),
-                    ]
-                )
+        for name, label in _columns(cell).items():
+            if results.has(cell, label):
+                figures = (_number(results.middle(cell, label, key), form) for _, key, form in _BEHAVIOUR)
+                rows.append([f"`{name}`", *figures])
         text += f"\n### {cell.name}\n\n" + table(["policy", *(title for title, _, _ in _BEHAVIOUR)], rows)
     return text
 
@@ -257,13 +259,23 @@ def _table_1(results: Results, full: bool) -> str:
     header = ["policy"]
     for cell in cells:
         header += [f"B={cell.batch}: paper", "÷ `trajectory`", "÷ `action`"]
+    crowded = Cell(async_factor=1.5)
+    told = []
+    for name in ("paper:migration=false", "paper"):
+        hits, prefill = (results.middle(crowded, name, key) for key in ("known_hit_rate", "prefill_share"))
+        told.append(f"{_number(hits, '{:.1%}')} known hits and {_number(prefill, '{:.0%}')} of the time in prefill")
+    moved = results.middle(crowded, "paper", "moved")
     return f"""
 ## The paper's Table 1
 
 Speedups at async_factor 1.5 and the default host cache. The paper does not name its baseline, its host memory and its
 async_factor; ours are shown against both trajectory- and action-level scheduling.
 
-{table(header, rows)}"""
+{table(header, rows)}
+Priority, residency and demotion do what the paper says of them. Migration does not at batch 64: contexts in flight need
+{kv_demand(crowded):.2f} times the device and host memory, so that a context that is moved pushes another one out of the
+host memory where it lands: {told[0]} without moves, {told[1]} with {_number(moved, "{:.0f}")} of them.
+"""
 
 
 def _sweep(results: Results, full: bool) -> str:
@@ -296,10 +308,16 @@ def _observations(results: Results, full: bool) -> str:
     for cell, number in zip(sandbox_cells(), SANDBOXES, strict=True):
         ratios = [_relative(results, cell, base, name) for name in ("paper", OURS)]
         rows.append([str(number or "unlimited"), _number(PAPER_SANDBOXES[number]), *map(_number, ratios)])
+    alone = msgspec.structs.replace(base, async_factor=1.0)
+    overlap = _relative(results, alone, base, live(base)["paper"])
     text += f"""
 **Fewer sandboxes than trajectories** (B=32, af=1.5, so 384 in flight; throughput against no limit, Figure 14):
 
 {table(["sandboxes", "paper", "`paper`", "`venus`"], rows)}
+A limit costs less here: a sandbox is given back when its trajectory is scored, and most of what is in flight waits for
+KV memory anyway. 256 are one batch; were the overlap of batches lost with the others, as at async_factor 1, it would be
+{_number(overlap)} (`{live(alone)["paper"]}`).
+
 **Active batch of trajectory-level scheduling** (paper: 76.5% of 64 slots) and **LRU's hit-rate collapse**
 (HiCache: 82% at B=32). Share of 64 slots with a turn in the engine, and share of known tokens found again:
 
@@ -314,7 +332,11 @@ def _observations(results: Results, full: bool) -> str:
             )
     header = ["cell", "KV demand", "`trajectory`: active", "`trajectory`: hits", "`action`: hits", "`venus`: hits"]
     text += table(header, rows)
-    text += """
+    text += f"""
+The paper's 76.5% need KV memory for 49 contexts; a worker's device holds about {contexts_held(Cell()):.0f} of mean size
+here, less what is cached for others. Hits collapse as in the paper, where contexts in flight outgrow device and host
+memory; HiCache's 82% at batch 32 would be a smaller host memory than our default.
+
 **Discards by length** (the trainer need not take promoted groups, B=32, af=2; share of each tenth of the trajectories
 by length, shortest first; Figure 12):
 
@@ -336,20 +358,19 @@ def _relative(results: Results, cell: Cell, base: Cell, policy: str) -> float | 
 
 def _mixture(results: Results, full: bool) -> str:
     rows = []
-    for cell in grid(full):
-        if cell.async_factor == 2.0 and cell.correlation == 0.6 and results.has(cell, OURS):
-            for name in (TUNED["action"], TUNED["paper"], OURS, ORACLE):
-                found = list(results.seeds_of(cell, name).values())
-                if found:
-                    parts = [sum(result["mixture"][n] for result in found) / len(found) for n in range(4)]
-                    drift = results.middle(cell, name, "mixture_drift")
-                    rows.append([cell.name, f"`{_name(name)}`", *(f"{part:.2f}" for part in parts), _number(drift)])
+    for cell in mixture_cells(full):
+        for label in (live(cell)["action"], "paper", live(cell)["paper"], OURS, ORACLE):
+            found = list(results.seeds_of(cell, label).values())
+            if found and results.has(cell, OURS):
+                parts = [sum(result["mixture"][n] for result in found) / len(found) for n in range(4)]
+                drift = results.middle(cell, label, "mixture_drift")
+                rows.append([cell.name, f"`{label}`", *(f"{part:.2f}" for part in parts), _number(drift)])
     return f"""
 ## Mixture of tasks
 
 Prompts by mean length, in quarters of the submitted stream (0.25 each is declared): shares that the counted steps
 consumed, and the largest distance of the mixture trained so far from the one declared so far (total variation; 0 at
-async_factor 1, where the order cannot matter).
+async_factor 1, where the order cannot matter). `paper` takes the groups first that are expected to end first.
 
 {table(["cell", "policy", "shortest", "second", "third", "longest", "largest distance"], rows)}"""
 
@@ -371,25 +392,26 @@ Throughput against the defaults ({keys}; meanings and ranges: `rollout/config.py
 
 
 def _tuning(rows: Sequence[Row]) -> str:
-    cells = [f"{cell.name}, {cell.steps} steps" for cell in CELLS]
-    lines = []
-    for policy in SETTINGS:
-        found = scores(rows, policy)
-        top = max((score for score, _ in found.values()), default=0.0)
-        for setting, (score, ratios) in found.items():
-            mark = "**" if score == top else ""
-            lines.append(
-                [f"`{policy}`", f"`{setting or 'default'}`", f"{mark}{score:.3f}{mark}", *map("{:.2f}".format, ratios)]
-            )
     hours = sum(row.cpu_s for row in rows) / 3600
     each = len(SETTINGS[OURS])
-    return f"""
+    text = f"""
 ## Tuning
 
 `python -m rollout.sim.study --tune`: {len(rows)} runs, seeds {", ".join(map(str, SEEDS))} (no other table uses them),
 {hours:.1f} hours of CPU. Each policy has {each} settings of its keys and of the engine's slots, in the same cells:
-hours of the first one ÷ its own, and their geometric mean. The study uses the best (bold) of all but `venus`, in all
-cells (of two also the engine's 64 slots), and `venus` as it is configured. The rules of `venus` were themselves found
-on seeds from 100 on, with simulations beyond these; its first setting is what came of that.
-
-{table(["policy", "setting", "mean", *cells], lines)}"""
+hours of the first one ÷ its own, and their geometric mean. The study uses the best (bold) of all but `venus`, without
+a host cache and with one (of two also the engine's 64 slots), and `venus` as it is configured. The rules of `venus`
+were themselves found on seeds from 100 on, with simulations beyond these; its first setting is what came of that.
+"""
+    for hosted in (False, True):
+        lines = []
+        for policy in SETTINGS:
+            found = scores(rows, policy, hosted)
+            top = max((score for score, _ in found.values()), default=0.0)
+            for setting, (score, ratios) in found.items():
+                mark = "**" if score == top else ""
+                figures = f"{mark}{score:.3f}{mark}", *map("{:.2f}".format, ratios)
+                lines.append([f"`{policy}`", f"`{setting or 'default'}`", *figures])
+        cells = [f"{cell.name}, {cell.steps} steps" for cell in cells_of(hosted)]
+        text += "\n" + table(["policy", "setting", "mean", *cells], lines)
+    return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -10,9 +10,9 @@ import msgspec
 
 from envclient.base.configs import build
 from rollout.sim.config import PRESETS, SimConfig
-from rollout.sim.cost import engine_cost
+from rollout.sim.cost import EngineCost, engine_cost
 from rollout.sim.report import KS_TOLERANCE, LENGTH_TOLERANCE
-from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, Cell
+from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, Cell, live
 from rollout.sim.study_runs import Row
 
 RATE = "trained_tokens_per_hour"
@@ -61,18 +61,31 @@ class Results:
             for result in found
         )
 
-    def rivals(self, cell: Cell, live: Sequence[str]) -> list[tuple[float, str]]:
-        """(ours ÷ theirs, policy) of those whose runs count, worst for us first."""
-        found = [(ratio, name) for name in live if (ratio := self.ratio(cell, OURS, name)) and self.counts(cell, name)]
-        return sorted(found)
+    def rivals(self, cell: Cell) -> list[tuple[float, str]]:
+        """(ours ÷ theirs, name) of the live policies whose runs count, worst for us first; none where ours do not."""
+        if not self.counts(cell, OURS):
+            return []
+        ratios = ((self.ratio(cell, OURS, label), name, self.counts(cell, label)) for name, label in live(cell).items())
+        return sorted((ratio, name) for ratio, name, counts in ratios if ratio is not None and counts)
+
+    def consumed(self, cell: Cell) -> list[float]:
+        """One a seed: tokens of a group in our counted steps ÷ those of the median live policy."""
+        theirs = [self.seeds_of(cell, label) for label in live(cell).values()]
+        found = []
+        for seed, ours in self.seeds_of(cell, OURS).items():
+            if others := [_group_tokens(results[seed]) for results in theirs if seed in results]:
+                found.append(_group_tokens(ours) / median(others))
+        return found
 
     def bounds(self, cell: Cell) -> tuple[float | None, float | None, float | None]:
         """(oracle, free copies, no limits) ÷ ours: what true lengths, a perfect cache and endless memory would give."""
         # The last two were simulated once for every host cache: theirs is another one.
         elsewhere = msgspec.structs.replace(cell, l2="none")
-        bounds = (cell, ORACLE), (elsewhere, FREE_COPIES), (elsewhere, NO_LIMITS)
-        oracle, copies, limits = (_ratio(self.seeds_of(*bound), self.seeds_of(cell, OURS)) for bound in bounds)
-        return oracle, copies, limits
+        ours = self.seeds_of(cell, OURS)
+        oracle = _ratio(self.seeds_of(cell, ORACLE), ours)
+        copies = _ratio(self.seeds_of(elsewhere, FREE_COPIES), ours)
+        limits = [_ratio(self.seeds_of(elsewhere, label), ours) for label in NO_LIMITS]
+        return oracle, copies, max((ratio for ratio in limits if ratio is not None), default=None)
 
 
 def _ratio(mine: Mapping[int, dict[str, Any]], theirs: Mapping[int, dict[str, Any]]) -> float | None:
@@ -81,14 +94,30 @@ def _ratio(mine: Mapping[int, dict[str, Any]], theirs: Mapping[int, dict[str, An
     return median(mine[s][RATE] for s in both) / median(theirs[s][RATE] for s in both) if both else None
 
 
-def kv_demand(cell: Cell) -> float:
-    """Contexts in flight, in units of the workers' device and host memory together: above 1 something must give.
+def _group_tokens(result: Mapping[str, Any]) -> float:
+    """Mean over the counted steps."""
+    return float(result[RATE] / result["groups_per_hour"])
 
-    A trajectory counts with half its way from the first to the mean last context, its group's prompt once.
-    """
+
+def kv_demand(cell: Cell) -> float:
+    """Contexts in flight, in units of the workers' device and host memory together: above 1 something must give."""
+    config, cost = _cluster(cell)
+    trajectories = int(cell.async_factor * cell.batch) * config.group.size
+    return trajectories * _context_tokens(config) / (config.workers * (cost.kv_tokens + cost.host_tokens))
+
+
+def contexts_held(cell: Cell) -> float:
+    """Trajectories' contexts that a worker's device memory holds."""
+    config, cost = _cluster(cell)
+    return cost.kv_tokens / _context_tokens(config)
+
+
+def _cluster(cell: Cell) -> tuple[SimConfig, EngineCost]:
     config = build(SimConfig, [(cell.preset, PRESETS[cell.preset])], cell.overrides())
-    cost = engine_cost(config.model, config.engine)
-    groups = int(cell.async_factor * cell.batch)
+    return config, engine_cost(config.model, config.engine)
+
+
+def _context_tokens(config: SimConfig) -> float:
+    """Of a trajectory in the mean: half its way from the first to the mean last context, and its part of the prompt."""
     private = (_MEAN_CONTEXT - config.workload.first_context) / 2
-    tokens = groups * (config.workload.first_context + config.group.size * private)
-    return tokens / (config.workers * (cost.kv_tokens + cost.host_tokens))
+    return config.workload.first_context / config.group.size + private

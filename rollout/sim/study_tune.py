@@ -1,24 +1,26 @@
 """The same tuning for every policy: as many settings of each, in the same short cells, on seeds that no table uses.
 
 `python -m rollout.sim.study --tune` simulates them into `study/tune.jsonl`; STUDY.md shows them, and the study uses the
-best of each (`study_cells.TUNED`). A setting holds in every cell: nothing is tuned cell by cell. A run counts whole, by
-the hours that its steps take: so few of them have no steady state.
+best of each (`study_cells.TUNED`), with and without a host cache: `venus` knows by itself whether there is one. A run
+counts whole, by the hours that its steps take: so few of them have no steady state.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 from rollout.sim.study_cells import Cell, Run
 from rollout.sim.study_runs import Row
 
 CELLS = (
     Cell(async_factor=2.0, l2="none", steps=5),
-    Cell(batch=32, async_factor=2.0, l2="large", steps=4),
-    Cell(preset="4b", batch=32, async_factor=1.5, steps=4),
+    Cell(preset="4b", batch=32, async_factor=1.5, l2="none", steps=4),
+    Cell(async_factor=2.0, l2="default", steps=5),
+    Cell(preset="4b", async_factor=1.5, l2="large", steps=4),
 )
-SEEDS = (100,)
+SEEDS = (100, 101)
 _SLOTS = ("", *(f"engine.slots={n}" for n in (12, 16, 24, 32, 48)))
 """Their only parameter: turns, or trajectories, at once in an engine."""
 _PROGRAMS = (
@@ -66,32 +68,40 @@ def label(policy: str, setting: str) -> str:
     return f"{policy}:{setting}" if setting else policy
 
 
-def scores(rows: Sequence[Row], policy: str) -> dict[str, tuple[float, list[float]]]:
+def scores(rows: Sequence[Row], policy: str, hosted: bool) -> dict[str, tuple[float, list[float]]]:
     """Setting → (geometric mean over cells and seeds of the first setting's hours ÷ its own, means by cell).
 
-    Only settings that ran everywhere.
+    Of the cells with a host cache, or those without; only settings that ran everywhere.
     """
     hours = {row.run: float(row.result["hours"]) for row in rows}
+    cells = cells_of(hosted)
     found: dict[str, tuple[float, list[float]]] = {}
     for setting in SETTINGS[policy]:
         logs: list[float] = []
-        for cell in CELLS:
-            for seed in SEEDS:
-                mine = hours.get(Run(cell=cell, policy=label(policy, setting), seed=seed))
-                base = hours.get(Run(cell=cell, policy=policy, seed=seed))
-                if mine and base:
-                    logs.append(math.log(base / mine))
-        if len(logs) == len(CELLS) * len(SEEDS):
+        for cell, seed in product(cells, SEEDS):
+            mine = hours.get(Run(cell=cell, policy=label(policy, setting), seed=seed))
+            base = hours.get(Run(cell=cell, policy=policy, seed=seed))
+            if mine and base:
+                logs.append(math.log(base / mine))
+        if len(logs) == len(cells) * len(SEEDS):
             each = [logs[n : n + len(SEEDS)] for n in range(0, len(logs), len(SEEDS))]
             found[setting] = (_mean(logs), [_mean(some) for some in each])
     return found
+
+
+def cells_of(hosted: bool) -> list[Cell]:
+    """Those of the tuning with a host cache, or without."""
+    return [cell for cell in CELLS if (cell.l2 != "none") is hosted]
 
 
 def _mean(logs: Sequence[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def best(rows: Sequence[Row], policy: str) -> str | None:
-    """The label of its best setting; None before the first one ran everywhere."""
-    found = scores(rows, policy)
-    return label(policy, max(found, key=lambda setting: found[setting][0])) if found else None
+def best(rows: Sequence[Row], policy: str) -> tuple[str, str] | None:
+    """Labels of its best settings, without and with a host cache; None before the first one ran everywhere."""
+    some = [scores(rows, policy, hosted) for hosted in (False, True)]
+    if not all(some):
+        return None
+    without, hosted = (label(policy, max(found, key=lambda setting: found[setting][0])) for found in some)
+    return without, hosted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import pytest
 
 from envclient.base.errors import ConfigError
 from rollout.policy.registry import POLICIES
-from rollout.sim import compiled, study, study_runs, study_tune
+from rollout.sim import compiled, study, study_adopt, study_runs, study_tune
 from rollout.sim.fairness import classes, discard_shares, drift, shares
-from rollout.sim.study_cells import FREE_COPIES, LIVE, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, runs
+from rollout.sim.study_cells import FREE_COPIES, NO_LIMITS, ORACLE, OURS, TUNED, Cell, Run, live, runs
 from rollout.sim.study_report import document
-from rollout.sim.study_results import Results, kv_demand
+from rollout.sim.study_results import Results, contexts_held, kv_demand
 from rollout.sim.study_runs import Row, code_digest, make_missing, read_rows
 from tests.sim.kit import run
 
@@ -76,7 +77,7 @@ def test_every_run_is_wanted_once_and_quick_is_a_part_of_full() -> None:
     cells = {run.cell for run in full if run.policy == OURS and run.cell.include_promoted and not run.cell.sandboxes}
     assert len(cells) == 2 * 3 * 3 * 3 * 3
     for cell in cells:
-        for policy in (*LIVE, OURS, ORACLE):
+        for policy in (*live(cell).values(), OURS, ORACLE):
             assert {run.seed for run in full if run.cell == cell and run.policy == policy} >= {0, 1, 2}
 
 
@@ -84,6 +85,8 @@ def test_kv_demand_counts_device_and_host() -> None:
     short, ample = (kv_demand(Cell(batch=64, l2=memory)) for memory in ("none", "default"))
     assert short == pytest.approx(3 * ample, rel=1e-3)
     assert kv_demand(Cell(batch=64, async_factor=2.0)) == pytest.approx(2 * ample)
+    # 512 trajectories on four workers without a host cache.
+    assert short * contexts_held(Cell()) * 4 == pytest.approx(512)
 
 
 def _row(policy: str, rate: float, *, cell: Cell | None = None, seed: int = 0, **changed: Any) -> Row:
@@ -108,26 +111,31 @@ def _row(policy: str, rate: float, *, cell: Cell | None = None, seed: int = 0, *
 
 def test_ratios_are_of_medians_over_common_seeds_and_of_runs_that_count() -> None:
     rows = [_row(OURS, rate, seed=seed) for seed, rate in enumerate((10.0, 30.0, 20.0))]
-    rows += [_row("paper", 10.0, seed=0), _row("action", 40.0, seed=0, length_ratio=0.9)]
+    paper, action = live(Cell())["paper"], live(Cell())["action"]
+    rows += [_row(paper, 10.0, seed=0), _row(action, 40.0, seed=0, length_ratio=0.9)]
     results = Results(rows)
-    assert results.ratio(Cell(), OURS, "paper") == 1.0
+    assert results.ratio(Cell(), OURS, paper) == 1.0
     assert results.middle(Cell(), OURS) == 20.0 and results.values(Cell(), OURS) == [10.0, 20.0, 30.0]
-    assert not results.counts(Cell(), "action")
-    assert results.rivals(Cell(), ("action", "paper")) == [(1.0, "paper")]
+    assert not results.counts(Cell(), action)
+    assert results.rivals(Cell()) == [(1.0, "paper")]
+    (third,) = Results([_row(OURS, 9.0, groups_per_hour=3.0), _row(paper, 9.0, groups_per_hour=1.0)]).consumed(Cell())
+    assert third == pytest.approx(1 / 3)
+    assert Results([*rows, _row(OURS, 20.0, seed=3, length_ks=0.1)]).rivals(Cell()) == []
     none = Cell(l2="none")
-    bounded = Results([*rows, _row(ORACLE, 25.0), _row(FREE_COPIES, 30.0, cell=none), _row(NO_LIMITS, 50.0, cell=none)])
+    limits = [_row(label, rate, cell=none) for label, rate in zip(NO_LIMITS, (50.0, 40.0), strict=True)]
+    bounded = Results([*rows, _row(ORACLE, 25.0), _row(FREE_COPIES, 30.0, cell=none), *limits])
     assert bounded.bounds(Cell()) == (2.5, 3.0, 5.0)
 
 
 def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     cell = Cell(batch=64, async_factor=2.0, l2="default")
-    rivals = dict.fromkeys(LIVE, 6e6) | {TUNED["paper"]: 10e6}
+    rivals = dict.fromkeys(live(cell).values(), 6e6) | {live(cell)["paper"]: 10e6}
     rows = [_row(name, rate, cell=cell) for name, rate in {OURS: 9e6, **rivals}.items()]
     close = Cell(batch=64, async_factor=1.0, l2="none")
-    rows += [_row(OURS, 10.96e6, cell=close), _row(TUNED["program_aware"], 1e7, cell=close)]
-    rows += [_row(NO_LIMITS, 11.5e6, cell=close), _row(FREE_COPIES, 11.2e6, cell=close)]
-    rows.append(_row(OURS, 1e6, cell=Cell(batch=16, l2="none")))  # a cell that is not complete is not judged
-    rows.append(_row(TUNED["action"], 2e6, cell=Cell(batch=16, l2="none")))
+    rows += [_row(OURS, 10.96e6, cell=close), _row(live(close)["program_aware"], 1e7, cell=close)]
+    rows += [_row(NO_LIMITS[1], 11.5e6, cell=close), _row(FREE_COPIES, 11.2e6, cell=close)]
+    partial = Cell(batch=16, l2="none")  # not complete, so not judged
+    rows += [_row(OURS, 1e6, cell=partial), _row(live(partial)["action"], 2e6, cell=partial)]
     text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
     assert "## Targets, as far as it ran" in text and "Not run yet." in text
     assert "| never below 0.95× | 0.900× of `paper` at 32b B=64 af=2 L2=default ρ=0.6 | **no** |" in text
@@ -143,23 +151,29 @@ def test_every_policy_is_tuned_alike_and_the_study_uses_what_came_of_it() -> Non
     assert {len(settings) for settings in study_tune.SETTINGS.values()} == {6}
     assert study_tune.SETTINGS.keys() == {*TUNED, OURS}
     rows = read_rows(Path(study.__file__).parent / "study" / "tune.jsonl")
-    assert {name: study_tune.best(rows, name) or name for name in TUNED} == TUNED
-    found = study_tune.scores(rows, OURS)
-    assert found[""][0] > 0.98 * max(score for score, _ in found.values()), "it runs as it is configured"
+    assert {name: study_tune.best(rows, name) for name in TUNED} == TUNED
+    for hosted in (False, True):
+        found = study_tune.scores(rows, OURS, hosted)
+        assert found[""][0] > 0.98 * max(score for score, _ in found.values()), "it runs as it is configured"
 
 
 def test_a_setting_is_scored_by_its_geometric_mean_where_it_ran_everywhere() -> None:
-    def row(setting: str, cell: Cell, hours: float) -> Row:
-        return _row(study_tune.label("action", setting), 1.0, cell=cell, seed=study_tune.SEEDS[0], hours=hours)
+    rows: list[Row] = []
 
-    speeds = (1.0, 4.0, *[2.0] * (len(study_tune.CELLS) - 2))
-    rows = [row("", cell, 8.0) for cell in study_tune.CELLS]
-    rows += [row("engine.slots=12", cell, 8.0 / s) for cell, s in zip(study_tune.CELLS, speeds, strict=True)]
-    rows.append(row("engine.slots=48", study_tune.CELLS[0], 1.0))
-    found = study_tune.scores(rows, "action")
+    def ran(setting: str, cell: Cell, speed: float) -> None:
+        label = study_tune.label("action", setting)
+        rows.extend(_row(label, 1.0, cell=cell, seed=seed, hours=8.0 / speed) for seed in study_tune.SEEDS)
+
+    for hosted, setting in ((False, "engine.slots=12"), (True, "engine.slots=48")):
+        for speed, cell in zip((1.0, 4.0), study_tune.cells_of(hosted), strict=True):
+            ran("", cell, 1.0)
+            ran(setting, cell, speed)
+    ran("engine.slots=32", study_tune.CELLS[0], 8.0)
+    found = study_tune.scores(rows, "action", False)
     assert found.keys() == {"", "engine.slots=12"} and found[""][0] == 1.0
-    assert found["engine.slots=12"] == (pytest.approx(2.0), pytest.approx(list(speeds)))
-    assert study_tune.best(rows, "action") == "action:engine.slots=12" and study_tune.best(rows, "paper") is None
+    assert found["engine.slots=12"] == (pytest.approx(2.0), pytest.approx([1.0, 4.0]))
+    assert study_tune.best(rows, "action") == ("action:engine.slots=12", "action:engine.slots=48")
+    assert study_tune.best(rows, "paper") is None
     text = document(Results(rows), full=False, wanted=1, machine="a machine", tuning=rows)
     assert "| `action` | `engine.slots=12` | **2.000** | 1.00 | 4.00 |" in text
 
@@ -238,6 +252,45 @@ def test_a_report_keeps_policies_of_which_nothing_changed(tmp_path: Path) -> Non
     assert "Runs: 2 of the" in text and f"(code {', '.join(sorted((code_digest(OURS), 'older')))};" in text
 
 
+def test_runs_of_other_code_are_kept_where_some_come_out_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[Run] = []
+
+    class Now:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Now:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def map(self, _: Any, some: list[Run]) -> list[tuple[dict[str, Any], float]]:
+            again.extend(some)
+            # What is simulated now differs for `paper`, and only in one run.
+            return [({"hours": 2.0 if r.policy == "paper" and r.seed == 4 else 1.0}, 0.1) for r in some]
+
+    monkeypatch.setattr(study_adopt, "ProcessPoolExecutor", Now)
+
+    def row(policy: str, seed: int, code: str) -> Row:
+        return msgspec.structs.replace(_row(policy, 1.0, seed=seed), code=code, result={"hours": 1.0})
+
+    rows = [row(policy, seed, "older") for policy in ("action:engine.slots=24", "paper") for seed in range(6)]
+    rows += [row("action", 6, "oldest"), row(OURS, 0, code_digest(OURS))]
+    raw = tmp_path / "raw.jsonl"
+    raw.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    said: list[str] = []
+    study_adopt.adopt(raw, 6, processes=1, tell=said.append)
+    assert len(again) == 13 and len(set(again)) == 13
+    after = read_rows(raw)
+    assert [msgspec.structs.replace(r, code="") for r in after] == [msgspec.structs.replace(r, code="") for r in rows]
+    action, paper = code_digest("action"), "older"
+    assert [r.code for r in after] == [*[action] * 6, *[paper] * 6, action, code_digest(OURS)]
+    assert "action, code older: 6 of 6 runs are equal: kept" in said
+    assert any(line.endswith("paper seed 4 is another one: 6 runs are not kept") for line in said)
+    again.clear()
+    study_adopt.adopt(raw, 2, processes=1, tell=said.append)
+    assert [r.policy for r in again] == ["paper"] * 2
+
+
 def test_one_run_as_a_process_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"workers": 1, "group": {"size": 2}, "workload": {"turns_mu": 1.0}, "engine": {"kv_tokens": 200000}}
     monkeypatch.setitem(study_runs.PRESETS, "tiny", tiny)
@@ -257,6 +310,9 @@ def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
     assert study.main(["--report-only", "--folder", str(tmp_path)]) == 0
     text = (tmp_path / "STUDY.md").read_text()
     assert "Runs: 3 of the" in text and "Commit d (code c;" in text and "a machine" in text
+    table = list(csv.DictReader((tmp_path / "study" / "cells.csv").open()))
+    assert [row["policy"] for row in table] == [row.policy for row in rows]
+    assert table[0]["async_factor"] == "2.0" and table[0]["trained_tokens_per_hour_median"] == "1e+06"
     for name in ("throughput", "slots"):
         assert (tmp_path / "study" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -264,6 +320,8 @@ def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
 def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--processes is 0"):
         study.main(["--processes", "0", "--folder", str(tmp_path)])
+    with pytest.raises(ConfigError, match="--adopt is 0"):
+        study.main(["--adopt", "0", "--folder", str(tmp_path)])
     with pytest.raises(ConfigError, match="no run of this study"):
         study.main(["--report-only", "--folder", str(tmp_path)])
 

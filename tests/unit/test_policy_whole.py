@@ -185,6 +185,59 @@ def test_program_aware_places_the_largest_on_the_worker_with_the_most_room() -> 
     assert table.moved == [("2.0", "w1")], "new programs go to the worker with room, whatever their group's"
 
 
+def test_program_aware_resumes_best_fit_decreasing() -> None:
+    """The largest first, where most is free: the other way round one of them would find no room."""
+    table = Table("program_aware", workers=2, migration=True)
+    table.add("1.0", "3.0", "4.0")
+    table.start("1.0", "3.0", "4.0")
+    table.add("2.0")
+    table.start("2.0", context=400)
+    assert table.moved == [("2.0", "w1")]
+    table.turn("1.0", 100, 500)  # 700, reasoning
+    table.turn("3.0", 200)  # 300, acting
+    table.turn("4.0", 450)  # 550, acting
+    assert table.tick() == {"3.0": PARKED, "4.0": PARKED}, "1,550 of 1,000"
+    assert table.tick() == {"3.0": LOW, "4.0": LOW}, "300 are free on w0, 600 on w1"
+    assert table.moved[1:] == [("4.0", "w1")]
+
+
+def test_program_aware_resumes_new_programs_before_acting_ones() -> None:
+    table = Table("program_aware")
+    table.add("1.0", "2.0", "3.0")
+    table.start("1.0", "2.0", "3.0")
+    table.turn("1.0", 100, 500)  # 700, reasoning
+    table.turn("3.0", 200)  # 300, acting
+    assert table.tick() == {"3.0": PARKED}, "1,100 of 1,000"
+    table.end("2.0")
+    table.policy._prompt_tokens = 250.0  # type: ignore[attr-defined]
+    table.add("4.0")
+    assert table.classes()["4.0"] is PARKED, "others wait"
+    assert table.tick() == {"4.0": LOW}, "300 are free: for one of them"
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_program_aware_can_count_acting_programs_less_the_longer_they_act(decay: bool) -> None:
+    table = Table("program_aware", acting_decay=decay)
+    table.add("1.0", "2.0")
+    table.start("1.0", "2.0")
+    table.turn("1.0", 100, 300)  # 500, reasoning
+    table.turn("2.0", 300)  # 400, acting
+    table.policy._prompt_tokens = 300.0  # type: ignore[attr-defined]
+    assert table.add("3.0") == {}, "100 are free"
+    # After 5 s the 300 beyond its prompt count for 9; resumed, it is too much again, and who acts is paused.
+    assert table.tick() == ({"3.0": LOW, "2.0": PARKED} if decay else {})
+
+
+def test_program_aware_plus_keeps_groups_together_and_resumes_promoted_ones_first() -> None:
+    table = Table("program_aware_plus", workers=2, migration=True)
+    table.policy._prompt_tokens = 400.0  # type: ignore[attr-defined]
+    assert table.add("1.0", "2.0", "3.0", "4.0") == {"1.0": LOW, "2.0": LOW}
+    assert table.moved == [], "their groups were placed on w0, although w1 is empty"
+    table.start("1.0", "2.0", context=400)
+    assert table.age_unstarted(4, 4) == {}
+    assert table.end("2.0") == {} and table.tick() == {"4.0": HIGH}, "promoted: before 3.0, which came first"
+
+
 def test_program_aware_resumes_after_the_longest_wait() -> None:
     table = Table("program_aware", kv_tokens=100, longest_wait_s=60.0)
     table.policy._prompt_tokens = 90.0  # type: ignore[attr-defined]

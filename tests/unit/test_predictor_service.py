@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rollout.config import PredictorConfig
 from rollout.predictor.model import LengthModel, load
 from rollout.predictor.questions import Questions
 from rollout.predictor.refresh import Refresher, current_model, newest_checkpoint
-from rollout.predictor.serve import Predictor
+from rollout.predictor.serve import Predictor, listening
 from rollout.predictor.settings import check_settings
 from rollout.protocol import PredictRequest
 from tests.conftest import MODEL
@@ -302,6 +303,13 @@ def test_settings_that_cannot_work_are_refused(keys: dict[str, Any], match: str)
         check_settings(PredictorConfig(**good | keys))
     if "record_steps" not in keys:
         check_settings(PredictorConfig(**good | keys | {"enabled": False}))
+
+
+def test_it_listens_where_the_launcher_did_or_where_the_config_says() -> None:
+    with listening(None, PredictorConfig()) as own:
+        assert own.getsockname()[0] == "127.0.0.1" and own.getsockname()[1] > 0
+        with listening(os.dup(own.fileno()), PredictorConfig(host="192.0.2.1")) as inherited:
+            assert inherited.getsockname() == own.getsockname()
 
 
 def test_a_resumed_run_begins_with_what_it_had(tmp_path: Path) -> None:

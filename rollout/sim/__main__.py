@@ -19,6 +19,7 @@ from rollout.sim.config import PRESETS, SimConfig
 from rollout.sim.labels import policy_keys
 from rollout.sim.metrics import Result
 from rollout.sim.policies import policy_names
+from rollout.sim.recordings import measured
 from rollout.sim.report import table
 from rollout.types import EventRow
 
@@ -73,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         layers.append((str(args.config), read_yaml(args.config)))
     overrides = list(args.set)
     config = build(SimConfig, layers, overrides)
+    if config.workload.kind == "from_run":
+        layers.insert(1, (f"run {config.workload.run}", measured(config.workload.run)))
+        config = build(SimConfig, layers, overrides)
     if args.show_config:
         sys.stdout.write(to_yaml(config))
         return 0

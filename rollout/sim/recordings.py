@@ -1,13 +1,17 @@
-"""Recorded trajectories and the workload that draws them: the shipped coding sessions, and a run of one's own."""
+"""Recorded trajectories and the workload that draws them: the shipped coding sessions, and a run of one's own.
+
+Of one's own run everything else that it measured is taken too (`measured`), below what the user sets.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import NormalDist, fmean
 
 from envclient.base.errors import ConfigError
 from envclient.base.files import read_jsonl
@@ -88,41 +92,100 @@ def _record(prompt: int, turns: list[tuple[int, int]], tools_s: list[float] | No
     )
 
 
+@dataclass(slots=True)
+class _Played:
+    """A trajectory as a run's events tell it."""
+
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    """(context before the turn, output)."""
+    ended_at: list[float] = field(default_factory=list)
+    """Seconds at which each turn ended."""
+    tools_s: list[float] = field(default_factory=list)
+    """From a turn's end to the next one's wish: where the run's policy follows turns."""
+
+
 def from_run(run: str) -> list[Recorded]:
-    """Training trajectories of run folder `run`: turns from its events, mean seconds of a tool call from its metrics.
+    """Training trajectories of run folder `run`: turns from its events; tools too, else their mean from its metrics.
 
     Raises:
         ConfigError: no such run, or it has no finished trajectory.
     """
-    folder = Path(run)
-    events = folder / "events.jsonl"
+    mean_s = _mean(run, "tool_s", "tool_calls")
+    found = []
+    for played in _finished(run).values():
+        tools_s: list[float] | None = None
+        if played.tools_s and len(played.tools_s) == len(played.turns) - 1:
+            # The last call is followed by the end, not by a turn.
+            tools_s = [*played.tools_s, fmean(played.tools_s)]
+        elif mean_s is not None:
+            tools_s = [mean_s] * len(played.turns)
+        found.append(_record(played.turns[0][0], played.turns, tools_s))
+    return found
+
+
+def measured(run: str) -> dict[str, dict[str, float]]:
+    """Keys of SimConfig besides the trajectories themselves, as far as the run tells them.
+
+    Seconds of opening and scoring a sandbox, the share of successes, and the correlation of lengths inside a group: the
+    mean product of two siblings' normal scores, where lengths are ranked as `RecordedWorkload` ranks them.
+
+    Raises:
+        ConfigError: no such run, or it has no finished trajectory.
+    """
+    played = _finished(run)
+    order = sorted(played, key=lambda name: (len(played[name].turns), sum(output for _, output in played[name].turns)))
+    groups: dict[str, list[float]] = {}
+    for rank, name in enumerate(order):
+        groups.setdefault(name.rsplit(".", 2)[0], []).append(NormalDist().inv_cdf((rank + 0.5) / len(order)))
+    products = [a * b for scores in groups.values() for a, b in combinations(scores, 2)]
+    environment = {"open_s": _mean(run, "open_s"), "score_s": _mean(run, "score_s")}
+    rewarded = _mean(run, "reward")
+    workload = {
+        "correlation": min(1.0, max(0.0, fmean(products))) if products else None,
+        "pass_rate": rewarded if rewarded is not None and 0.0 <= rewarded <= 1.0 else None,
+    }
+    return {
+        name: {key: value for key, value in keys.items() if value is not None}
+        for name, keys in (("environment", environment), ("workload", workload))
+    }
+
+
+def _finished(run: str) -> dict[str, _Played]:
+    """Training trajectories that ended well, in the order of their ends."""
+    events = Path(run) / "events.jsonl"
     if not run or not events.is_file():
         raise ConfigError(f"workload.run {run!r} has no events.jsonl", "name the folder of a run, runs/NAME")
-    turns: dict[str, list[tuple[int, int]]] = {}
-    ended: list[str] = []
+    playing: dict[str, _Played] = {}
+    found: dict[str, _Played] = {}
     with events.open("rb") as file:
         for line in file:
-            if b'"turn_ended"' not in line and b'"trajectory_ended"' not in line:
+            if not any(kind in line for kind in (b'"turn_ready"', b'"turn_ended"', b'"trajectory_ended"')):
                 continue
             if not line.endswith(b"\n"):
                 break
-            event = json.loads(line)["event"]
+            row = json.loads(line)
+            event = row["event"]
+            name = event.get("trajectory_id", "")
             if event["event"] == "turn_ended":
-                row = (int(event["context_tokens"]), max(1, int(event["output_tokens"])))
-                turns.setdefault(event["trajectory_id"], []).append(row)
-            elif event["event"] == "trajectory_ended" and event["status"] in ("finished", "truncated"):
-                ended.append(event["trajectory_id"])
-    tool_s = _tool_seconds(folder)
-    found = [turns[name] for name in ended if name in turns and name.startswith("p")]
+                played = playing.setdefault(name, _Played())
+                played.turns.append((int(event["context_tokens"]), max(1, int(event["output_tokens"]))))
+                played.ended_at.append(float(row.get("now", 0.0)))
+            elif event["event"] == "turn_ready" and name in playing:
+                played = playing[name]
+                played.tools_s.append(max(0.0, float(row["now"]) - played.ended_at[-1]))
+            elif event["event"] == "trajectory_ended":
+                ended = playing.pop(name, None)
+                if ended and name.startswith("p") and event["status"] in ("finished", "truncated"):
+                    found[name] = ended
     if not found:
         raise ConfigError(f"run {run!r} has no finished training trajectory", "let it make a step first")
-    return [_record(rows[0][0], rows, [tool_s] * len(rows) if tool_s is not None else None) for rows in found]
+    return found
 
 
-def _tool_seconds(folder: Path) -> float | None:
-    """Mean seconds of a tool call, over the run's steps; None when it was not measured."""
-    path = folder / "metrics.jsonl"
-    rows = read_jsonl(path) if path.is_file() else []
-    seconds = sum(float(row.get("tool_s/mean") or 0.0) for row in rows)
-    calls = sum(float(row.get("tool_calls/mean") or 0.0) for row in rows)
-    return seconds / calls if calls else None
+def _mean(run: str, value: str, weight: str = "") -> float | None:
+    """Of a metric over the run's steps, each weighted with another one; None when it was not measured."""
+    path = Path(run) / "metrics.jsonl"
+    rows = [row for row in (read_jsonl(path) if path.is_file() else []) if row.get(f"{value}/mean") is not None]
+    total = sum(float(row[f"{value}/mean"]) for row in rows)
+    count = sum(float(row.get(f"{weight}/mean") or 0.0) if weight else 1.0 for row in rows)
+    return total / count if count else None

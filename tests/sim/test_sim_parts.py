@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +21,9 @@ from rollout.sim.cost import engine_cost
 from rollout.sim.kv import HIGH_REF, LOW_REF, KvMemory, Node
 from rollout.sim.labels import policy_keys
 from rollout.sim.metrics import ks_distance
+from rollout.sim.plan.__main__ import arguments as plan_arguments
+from rollout.sim.plan.__main__ import question
+from rollout.sim.recordings import measured
 from rollout.sim.workload import bounded, make_workload
 from tests.sim.kit import run, small
 
@@ -240,6 +245,46 @@ def test_a_run_of_ones_own_is_read(tmp_path: Path) -> None:
     assert script.tools_s == [1.5, 1.5]
     with pytest.raises(ConfigError, match=r"workload\.run"):
         make_workload(small("workload.kind=from_run", "workload.run=nowhere"))
+
+
+def recorded_run(folder: Path, groups: list[list[int]]) -> str:
+    """Two turns a trajectory, a tool of three seconds between them, the second turn of so many tokens."""
+    rows: list[dict[str, Any]] = []
+    for group, members in enumerate(groups):
+        for member, tokens in enumerate(members):
+            who = {"trajectory_id": f"p{group}.0.{member}.0"}
+            turn = who | {"event": "turn_ended", "context_tokens": 100}
+            rows += [
+                {"now": 1.0, "event": who | {"event": "turn_ready", "turn": 1}},
+                {"now": 2.0, "event": turn | {"turn": 1, "output_tokens": 1}},
+                {"now": 5.0, "event": who | {"event": "turn_ready", "turn": 2}},
+                {"now": 6.0, "event": turn | {"turn": 2, "output_tokens": tokens}},
+                {"now": 7.0, "event": who | {"event": "trajectory_ended", "status": "finished"}},
+            ]
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = [{"open_s/mean": 2.0, "score_s/mean": 4.0, "reward/mean": 0.25, "tool_s/mean": 9.0, "tool_calls/mean": 1.0}]
+    steps.append(steps[0] | {"score_s/mean": 6.0, "reward/mean": 0.75})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    return str(folder)
+
+
+def test_what_a_run_measured_is_taken_below_what_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alike = recorded_run(tmp_path / "alike", [[9, 10, 11], [50, 51, 52], [90, 91, 92]])
+    mixed = recorded_run(tmp_path / "mixed", [[9, 50, 91], [10, 51, 92], [11, 52, 93]])
+    found = measured(alike)
+    assert found["environment"] == {"open_s": 2.0, "score_s": 5.0} and found["workload"]["pass_rate"] == 0.5
+    assert found["workload"]["correlation"] > 0.5 > 0.0 == measured(mixed)["workload"]["correlation"]
+    script = make_workload(small("workload.kind=from_run", f"workload.run={alike}")).script(0, 0, 0)
+    assert script.tools_s == [3.0, 3.0], "from turn to turn, where events tell: not the mean of 9"
+    keys = ["--set", "workload.kind=from_run", "--set", f"workload.run={alike}", "--set", "environment.open_s=7"]
+    assert main(["--show-config", *keys]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["environment"]["open_s"], shown["environment"]["score_s"]) == (7.0, 5.0)
+    plan = question(plan_arguments(["--workload", alike]))
+    assert plan.sim.environment.score_s == 5.0 and plan.sim.workload.correlation == found["workload"]["correlation"]
+    with pytest.raises(ConfigError, match=r"workload\.run 'nowhere'"):
+        main(["--set", "workload.kind=from_run", "--set", "workload.run=nowhere"])
 
 
 # ------------------------------------------------------------------------------------------------------- command line

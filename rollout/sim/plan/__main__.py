@@ -19,6 +19,7 @@ from rollout.sim.plan.config import PlanConfig, plan_config
 from rollout.sim.plan.measure import Simulations
 from rollout.sim.plan.report import text
 from rollout.sim.policies import policy_names
+from rollout.sim.recordings import measured
 
 _EPILOG = """keys to begin with: cluster.gpus, cluster.hbm_gb, cluster.host_gb_per_node, cluster.sandboxes, prices.gpu,
 sim.group.batch, search.async_factors=[1.0]; all of them: --show-config. A rate is one of the simulator's cost model:
@@ -61,7 +62,14 @@ def question(args: Any) -> PlanConfig:
     for option, folder in (("--out", args.out), ("--json", args.json.parent if args.json else None)):
         if folder is not None and folder.exists() and not folder.is_dir():
             raise ConfigError(f"{option}: {str(folder)!r} is no folder", "name another one")
-    layers = [(str(args.config), read_yaml(args.config))] if args.config is not None else []
+    layers: list[tuple[str, Any]] = []
+    if args.config is not None:
+        layers.append((str(args.config), read_yaml(args.config)))
+    config = plan_config(args.preset, quick=args.quick, layers=layers, overrides=overrides(args))
+    workload = config.sim.workload
+    if workload.kind != "from_run":
+        return config
+    layers.insert(0, (f"run {workload.run}", {"sim": measured(workload.run)}))
     return plan_config(args.preset, quick=args.quick, layers=layers, overrides=overrides(args))
 
 

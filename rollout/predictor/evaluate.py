@@ -1,9 +1,10 @@
 """`python -m rollout.predictor.evaluate --data samples.jsonl --model FOLDER [--run RUN] [--json FILE] [--plot FILE]`.
 
 Spearman's correlation between estimates and truth on held-out tasks, by turn. Compared: the predictor; the embedded
-estimator as it stood at that moment of the run; the mean length of the siblings that had finished by then, less what
-was generated; the prompt's length; and the mean (of logs) of predictor and embedded estimate. `--run` adds the seconds
-of the answers against those of tools (`latency`); alone, it takes the run's own episodes for data.
+estimator as it stood at that moment of the run; the mean length of the siblings that had finished by then (the training
+tasks' where none has), and that less what was generated; the prompt's length; and the mean (of logs) of predictor and
+embedded estimate. `--run` adds the seconds of the answers against those of tools (`latency`); alone, it takes the run's
+own episodes for data.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from envclient.base.files import write_json_atomic
 from rollout.predictor import latency
 from rollout.predictor.agreement import TurnAgreement, by_turn, table
 from rollout.predictor.collect import collect
-from rollout.predictor.data import EpisodeSamples, TurnSample, read_samples, window
+from rollout.predictor.data import EpisodeSamples, read_samples, window
 from rollout.predictor.model import LengthModel, load
 
 _BATCH = 32
@@ -72,7 +73,10 @@ def compare(samples: Sequence[EpisodeSamples], model: LengthModel | None, limit:
         pairs = zip(estimates["predictor"], embedded, strict=True)
         estimates["both"] = [math.sqrt((1 + a) * (1 + b)) - 1 for a, b in pairs]
     estimates["embedded"] = embedded
-    estimates["siblings"] = [_siblings(turn, usual) for _, turn in flat]
+    siblings = [turn.siblings_tokens if turn.siblings else usual for _, turn in flat]
+    estimates["siblings"] = siblings
+    # Not cut off at 0: what is negative still orders.
+    estimates["siblings' rest"] = [mean - turn.generated_tokens for mean, (_, turn) in zip(siblings, flat, strict=True)]
     estimates["prompt"] = [float(sample.turns[0].context_tokens) for sample, _ in flat]
     return by_turn(
         [turn.turn for _, turn in flat],
@@ -80,12 +84,6 @@ def compare(samples: Sequence[EpisodeSamples], model: LengthModel | None, limit:
         [turn.remaining_tokens for _, turn in flat],
         estimates,
     )
-
-
-def _siblings(turn: TurnSample, usual: float) -> float:
-    """The siblings' mean length, the training tasks' where none has finished, less what was generated; it may be
-    negative, which orders better than a floor would."""
-    return (turn.siblings_tokens if turn.siblings else usual) - turn.generated_tokens
 
 
 def plot(rows: Sequence[TurnAgreement], path: Path) -> None:

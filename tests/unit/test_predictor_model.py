@@ -59,10 +59,13 @@ def test_it_learns_what_the_text_says(
     """The prompt tells the length exactly; siblings tell it only once one has finished, the prompt's length never."""
     model, report = trained
     assert report["loss_after"] < 0.35 * report["loss_before"]  # type: ignore[operator]
-    first = compare(samples, model, 64)[0]
+    first, *later = compare(samples, model, 64)
     assert (first.turn, first.tasks > 20) == ("0", True)
     assert first.spearman["predictor"] > 0.85
     assert first.spearman["predictor"] > first.spearman["siblings"] + 0.1
+    # Before a turn nothing was generated: what is left of the siblings' mean is all of it.
+    assert first.spearman["siblings' rest"] == first.spearman["siblings"]
+    assert any(row.spearman["siblings' rest"] != row.spearman["siblings"] for row in later)
     assert first.spearman["prompt"] == 0.0
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout.dispatcher import Dispatcher, DispatcherConfig
+from rollout.policy.jobs import Phase
+from rollout.policy.program_aware import ProgramAwarePolicy
 from rollout.types import (
     AbortTrajectory,
     AnyCommand,
@@ -77,6 +79,8 @@ class Replica:
 class CheckedWorld:
     handled = 0
     """Events that all worlds of this process have sent to their dispatchers."""
+    pauses = 0
+    """Of programs that had started, in all of them."""
 
     def __init__(
         self,
@@ -175,6 +179,8 @@ class CheckedWorld:
             holding = self.in_flight | self.consumed.keys()
             assert len(holding) <= self.config.gate_groups, "more groups in flight than the gate allows"
             self.check_waits()
+            if isinstance(policy := self.dispatcher.policy, ProgramAwarePolicy):
+                self.check_pauses(policy)
             self.check_classes()
         self.broken = False
 
@@ -184,6 +190,13 @@ class CheckedWorld:
         for trajectory in self.begun if self.priority else ():
             if (job := jobs.get(trajectory)) is not None:
                 assert self.classes[trajectory] == (job.priority, job.rank), f"{trajectory} is told another class"
+
+    def check_pauses(self, policy: ProgramAwarePolicy) -> None:
+        """No program that has started is paused for longer than `longest_wait_s` at a check."""
+        for trajectory, since in policy._paused.items():
+            if policy.jobs[trajectory].phase is not Phase.NEW:
+                waited = policy._checked - since
+                assert waited <= policy.settings.longest_wait_s, f"{trajectory} has been paused for {waited:g} s"
 
     def check_waits(self) -> None:
         """Nobody starves: the bounds of `rollout.dispatcher.machine`, in weight versions."""
@@ -226,6 +239,7 @@ class CheckedWorld:
             case SetClass(worker=name, trajectory_id=trajectory, priority=priority, rank=rank, cause=cause):
                 assert self.priority and trajectory in self.started
                 assert self.classes[trajectory] != (priority, rank), "neither class nor rank changed"
+                CheckedWorld.pauses += cause.startswith("paused: ")
                 assert cause and self.located[trajectory] == name
                 self.classes[trajectory] = (priority, rank)
                 assert name in self.workers

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -37,6 +38,7 @@ ESTIMATES = [0.0, 1.0, 7.0, 40.0, 1000.0, -3.0, 1e9, 1e308, math.inf, -math.inf,
 """Remaining tokens as a predictor might see them; a broken one too."""
 AHEAD = [0, 0, 0, -1, 1]
 """Turns that an answer is beyond the latest one: late, in time, or of another trajectory."""
+PROGRAMS = ["program_aware", "program_aware_plus"]
 LIVE = [name for name in POLICY_NAMES if name != "oracle"]
 
 
@@ -48,11 +50,13 @@ def policies(draw: st.DrawFn) -> PolicySettings:
         tool_time=draw(st.booleans()),
         demotion=draw(st.booleans()),
         migration=draw(st.booleans()),
-        reserve=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        reserve=draw(st.sampled_from([-1.0, 0.0, 0.5, 1.0])),
         growth_tokens=draw(st.sampled_from([0, 10])),
         move_gap=draw(st.sampled_from([0.0, 0.25])),
         buffer_tokens=draw(st.sampled_from([0, 2])),
         acting_decay=draw(st.booleans()),
+        interval_s=draw(st.sampled_from([0.1, 5.0])),
+        longest_wait_s=draw(st.sampled_from([0.0, 2.0, 1800.0])),
     )
 
 
@@ -284,6 +288,10 @@ def walk(world: World, chance: Random, moves: int, *, benign: bool, estimates: b
     def tick() -> None:
         world.tick(0.001 if benign else chance.choice([0.01, 0.1, 20.0]))
 
+    def check() -> None:
+        # Programs are paused and resumed at ticks only. In a benign world no trajectory may reach its deadline.
+        world.tick(0.1 if benign else chance.choice([0.1, 1.0]))
+
     def join() -> None:
         if len(world.workers) < 4:
             world.join()
@@ -303,6 +311,7 @@ def walk(world: World, chance: Random, moves: int, *, benign: bool, estimates: b
         (2, lambda: world.repeat(chance.randrange(1000))),
         (0.1, lambda: world.evaluate(chance.randrange(5))),
         (0.3, tick),
+        (3 if world.config.policy.name in PROGRAMS else 0, check),
         (0.3, join),
         (0.2, lose),
     ]
@@ -330,6 +339,19 @@ def test_long_walks(config: DispatcherConfig, seed: int, replicas: int, like: En
         **asdict(like),
     )
     walk(world, chance, 1000, benign=False)
+    if not world.stop_cause:
+        world.drain(3)
+    world.check_end()
+
+
+@given(config=configs(), seed=st.integers(0, 2**32), name=st.sampled_from(PROGRAMS), like=engines)
+@settings(max_examples=1000 if LONG else 60, deadline=None, report_multiple_bugs=False)
+def test_paused_programs_go_on(config: DispatcherConfig, seed: int, name: str, like: Engines) -> None:
+    """Three contexts fit a worker, eight are open, and a check comes at every tick."""
+    policy = msgspec.structs.replace(config.policy, name=name, interval_s=0.1)
+    config = msgspec.structs.replace(config, policy=policy, group_size=4, batch=3, max_trajectories=8)
+    world = World(config, **asdict(replace(like, priority=True, kv_tokens=40)))
+    walk(world, Random(seed), 1000, benign=False)
     if not world.stop_cause:
         world.drain(3)
     world.check_end()
@@ -368,4 +390,4 @@ def test_the_worlds_of_this_file_made_enough_steps(request: pytest.FixtureReques
     selected = {item.nodeid.split("::")[1] for item in request.session.items if item.path == Path(__file__)}
     if missing := wanted - selected:
         pytest.skip(f"only a part of this file is run, without {', '.join(sorted(missing))}")
-    assert World.handled >= 100_000
+    assert World.handled >= 100_000 and World.pauses >= 100

@@ -163,7 +163,7 @@ class PolicyConfig:
     move_gap: float = 0.1
     """Smallest difference in load (share of KV capacity, 0 to 10) between two workers that is worth a move."""
     interval_s: float = 5.0
-    """program_aware: seconds (0.1 to 3600) between its checks (ThunderAgent's default)."""
+    """program_aware: seconds (0.1 to 3600) between its checks (ThunderAgent's default); coordinator.tick_s at least."""
     buffer_tokens: int = 100
     """program_aware: KV tokens (0 to 10⁶) kept free for each active trajectory (ThunderAgent's BUFFER_PER_PROGRAM)."""
     acting_decay: bool = False

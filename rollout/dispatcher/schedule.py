@@ -119,7 +119,7 @@ class Schedule:
             if isinstance(owner, Group):
                 self._groups.age(owner)
             if not self._obeys(episode):
-                priority, rank, cause = PriorityClass.LOW, 0, _IN_ORDER
+                priority, rank = PriorityClass.LOW, 0
             episode.told = (priority, rank)
             out.append(
                 StartTrajectory(

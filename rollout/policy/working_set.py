@@ -174,6 +174,9 @@ class WorkingSet:
             for worst in leavers:
                 openings += worst.new
                 self._turn(worst, changed)
+            # Nobody else: an opening that one of them gave up may suit a better one, for whom the room is too small.
+            openings -= best.new
+            self._turn(best, changed)
         return list(changed)
 
     def fits(self, reserved: float, prompt_tokens: float) -> bool:

@@ -3,6 +3,9 @@
 Workers ask it at every turn's end, with the context's tokens; it answers with the remaining tokens that its scorer
 sees in them. At checkpoints it is trained anew (`refresh`) and goes on answering meanwhile. When it dies the run goes
 on without it.
+
+The launcher starts it on a socket of its own (`--fd`). By hand, with VENUS_TOKEN set, it answers about a run that has
+ended, for whoever asks `/v1/predict`: a run asks the launcher's alone.
 """
 
 from __future__ import annotations
@@ -151,13 +154,14 @@ def listening(fd: int | None, config: PredictorConfig) -> socket.socket:
 
 
 def main() -> None:
-    die_with_parent()
     parser = argparse.ArgumentParser(prog="python -m rollout.predictor.serve")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the run, with its config.yaml")
     parser.add_argument(
         "--fd", type=int, help="inherited listening socket; default: one of rollout.predictor.host and port"
     )
     arguments = parser.parse_args()
+    if arguments.fd is not None:
+        die_with_parent()
     log_to_stderr("predictor")
     config = section(arguments.run_dir / "config.yaml", "rollout", RolloutConfig).predictor
     check_settings(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from rollout.config import RolloutConfig
@@ -43,8 +45,13 @@ def whole_policy(config: SimConfig) -> WholePolicy:
         reports_ready=policy.wants_turns,
         priority=classes and config.engine.priority,
         tiers=policy.uses_tiers(settings) and config.engine.tiers,
-        tick_s=min(config.tick_s, policy.longest_tick_s(settings)),
+        tick_s=_tick_s(config.tick_s, policy.longest_tick_s(settings)),
     )
+
+
+def _tick_s(asked_s: float, longest_s: float) -> float:
+    """At most what is asked for, and a part of the policy's interval, so that its checks come when they are due."""
+    return asked_s if math.isinf(longest_s) else longest_s / math.ceil(longest_s / asked_s)
 
 
 def dispatcher_config(config: SimConfig) -> DispatcherConfig:

@@ -1,12 +1,14 @@
 """Recorded trajectories and the workload that draws them: the shipped coding sessions, and a run of one's own.
 
-Of one's own run everything else that it measured is taken too (`measured`), below what the user sets.
+Of one's own run the time of scoring, the successes and the correlation inside groups are taken too (`measured`), below
+what the user sets.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import combinations, pairwise
@@ -17,6 +19,9 @@ from envclient.base.errors import ConfigError
 from envclient.base.files import read_jsonl
 from rollout.sim.config import WorkloadConfig
 from rollout.sim.workload import Dice, Script, bounded
+
+_FEWEST_GROUPS = 8
+"""That a correlation of lengths is estimated from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,21 +107,28 @@ class _Played:
     """Seconds at which each turn ended."""
     tools_s: list[float] = field(default_factory=list)
     """From a turn's end to the next one's wish: where the run's policy follows turns."""
+    reward: float = 0.0
 
 
 def from_run(run: str) -> list[Recorded]:
-    """Training trajectories of run folder `run`: turns from its events; tools too, else their mean from its metrics.
+    """Training trajectories of run folder `run`: turns and tool times.
+
+    Tool times follow the events' (where the run's policy follows turns), scaled to the mean that the workers measured:
+    events are a coordinator's, which hears of turns up to a quarter of a second late.
 
     Raises:
         ConfigError: no such run, or it has no finished trajectory.
     """
-    mean_s = _mean(run, "tool_s", "tool_calls")
+    finished = _finished(run).values()
+    mean_s = _ratio_of_sums(run, "tool_s", "tool_calls")
+    heard = [seconds for played in finished for seconds in played.tools_s]
+    scale = mean_s / fmean(heard) if mean_s is not None and heard and fmean(heard) else 1.0
     found = []
-    for played in _finished(run).values():
+    for played in finished:
         tools_s: list[float] | None = None
         if played.tools_s and len(played.tools_s) == len(played.turns) - 1:
             # The last call is followed by the end, not by a turn.
-            tools_s = [*played.tools_s, fmean(played.tools_s)]
+            tools_s = [scale * seconds for seconds in (*played.tools_s, fmean(played.tools_s))]
         elif mean_s is not None:
             tools_s = [mean_s] * len(played.turns)
         found.append(_record(played.turns[0][0], played.turns, tools_s))
@@ -126,28 +138,47 @@ def from_run(run: str) -> list[Recorded]:
 def measured(run: str) -> dict[str, dict[str, float]]:
     """Keys of SimConfig besides the trajectories themselves, as far as the run tells them.
 
-    Seconds of opening and scoring a sandbox, the share of successes, and the correlation of lengths inside a group: the
-    mean product of two siblings' normal scores, where lengths are ranked as `RecordedWorkload` ranks them.
+    Seconds of scoring; the mean reward, where rewards lie between 0 and 1, for the share of successes; and the
+    correlation of lengths inside a group, from eight groups on.
 
     Raises:
         ConfigError: no such run, or it has no finished trajectory.
     """
     played = _finished(run)
-    order = sorted(played, key=lambda name: (len(played[name].turns), sum(output for _, output in played[name].turns)))
+    rewards = [each.reward for each in played.values()]
+    keys: dict[str, dict[str, float]] = {"environment": {}, "workload": {}}
+    if (score_s := _ratio_of_sums(run, "score_s")) is not None:
+        keys["environment"]["score_s"] = score_s
+    if all(0.0 <= reward <= 1.0 for reward in rewards):
+        keys["workload"]["pass_rate"] = fmean(rewards)
+    lengths = {name: (len(each.turns), sum(output for _, output in each.turns)) for name, each in played.items()}
+    if (correlation := _correlation(lengths)) is not None:
+        keys["workload"]["correlation"] = correlation
+    return keys
+
+
+def _correlation(lengths: Mapping[str, tuple[int, int]]) -> float | None:
+    """Of the normal scores of siblings' lengths, in [0, 1]; None below eight groups.
+
+    How much more two siblings' scores agree than two others', relative to how much a score agrees with itself: ranks of
+    a pool that holds the siblings too would else make them look less alike than they are.
+    """
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, length in enumerate(sorted(lengths.values())):
+        places.setdefault(length, []).append(place)
+    scores = {length: NormalDist().inv_cdf((fmean(same) + 0.5) / len(lengths)) for length, same in places.items()}
     groups: dict[str, list[float]] = {}
-    for rank, name in enumerate(order):
-        groups.setdefault(name.rsplit(".", 2)[0], []).append(NormalDist().inv_cdf((rank + 0.5) / len(order)))
-    products = [a * b for scores in groups.values() for a, b in combinations(scores, 2)]
-    environment = {"open_s": _mean(run, "open_s"), "score_s": _mean(run, "score_s")}
-    rewarded = _mean(run, "reward")
-    workload = {
-        "correlation": min(1.0, max(0.0, fmean(products))) if products else None,
-        "pass_rate": rewarded if rewarded is not None and 0.0 <= rewarded <= 1.0 else None,
-    }
-    return {
-        name: {key: value for key, value in keys.items() if value is not None}
-        for name, keys in (("environment", environment), ("workload", workload))
-    }
+    for name, length in lengths.items():
+        groups.setdefault(name.rsplit(".", 2)[0], []).append(scores[length])
+    siblings = [a * b for members in groups.values() for a, b in combinations(members, 2)]
+    if len(groups) < _FEWEST_GROUPS or not siblings:
+        return None
+    every = [score for members in groups.values() for score in members]
+    squares = sum(score * score for score in every)
+    pairs = len(every) * (len(every) - 1) / 2 - len(siblings)
+    others = ((sum(every) ** 2 - squares) / 2 - sum(siblings)) / pairs
+    itself = squares / len(every) - others
+    return min(1.0, max(0.0, (fmean(siblings) - others) / itself)) if itself > 0 else None
 
 
 def _finished(run: str) -> dict[str, _Played]:
@@ -169,23 +200,24 @@ def _finished(run: str) -> dict[str, _Played]:
             if event["event"] == "turn_ended":
                 played = playing.setdefault(name, _Played())
                 played.turns.append((int(event["context_tokens"]), max(1, int(event["output_tokens"]))))
-                played.ended_at.append(float(row.get("now", 0.0)))
+                played.ended_at.append(float(row["now"]))
             elif event["event"] == "turn_ready" and name in playing:
                 played = playing[name]
                 played.tools_s.append(max(0.0, float(row["now"]) - played.ended_at[-1]))
             elif event["event"] == "trajectory_ended":
                 ended = playing.pop(name, None)
                 if ended and name.startswith("p") and event["status"] in ("finished", "truncated"):
+                    ended.reward = float(event["reward"])
                     found[name] = ended
     if not found:
         raise ConfigError(f"run {run!r} has no finished training trajectory", "let it make a step first")
     return found
 
 
-def _mean(run: str, value: str, weight: str = "") -> float | None:
-    """Of a metric over the run's steps, each weighted with another one; None when it was not measured."""
+def _ratio_of_sums(run: str, value: str, by: str = "") -> float | None:
+    """Of two metrics, each summed over the run's steps (by "": their number); None when they were not measured."""
     path = Path(run) / "metrics.jsonl"
     rows = [row for row in (read_jsonl(path) if path.is_file() else []) if row.get(f"{value}/mean") is not None]
     total = sum(float(row[f"{value}/mean"]) for row in rows)
-    count = sum(float(row.get(f"{weight}/mean") or 0.0) if weight else 1.0 for row in rows)
+    count = sum(float(row.get(f"{by}/mean") or 0.0) if by else 1.0 for row in rows)
     return total / count if count else None

@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.adopt is not None:
             adopt(path, args.adopt, processes=args.processes)
         missing = make_missing(path, some, processes=args.processes, budget_s=budget_s)
+    if args.tune and not args.report_only:
+        return 1 if missing else 0  # which settings the study takes is for `study_cells.TUNED` to say
     asked = set(wanted)
     rows = [row for row in read_rows(raw) if row.run in asked]
-    if not rows and args.tune:
-        return 1 if missing else 0  # a report needs runs of the study itself
     if not rows:
         raise ConfigError(f"{raw} has no run of this study", "leave --report-only out")
     results = Results(_of_one_code_each(rows))

@@ -39,7 +39,7 @@ SLOTS = (8, 16, 24, 32, 48, 96)
 SANDBOXES = (0, 320, 256)
 PARAMETERS: dict[str, Sequence[str]] = {
     "fill": ("0.8", "1", "1.4", "2"),
-    "reserve": ("0", "0.5", "1"),
+    "reserve": ("0", "0.1", "0.25", "0.5", "1"),
     "hysteresis": ("0.8", "1"),
     "move_gap": ("0.03", "0.3", "1"),
     "order": ("length",),

@@ -41,6 +41,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     code: str
     """Digest of what it depends on."""
+    made_by: str = ""
+    """Of the code that made it, where a sample of such runs came out equal with `code` later (`study_adopt`)."""
     commit: str
     """Of the working tree, with a + when it was changed; for people."""
     machine: str

@@ -23,7 +23,7 @@ from rollout.sim.labels import policy_keys
 from rollout.sim.metrics import ks_distance
 from rollout.sim.plan.__main__ import arguments as plan_arguments
 from rollout.sim.plan.__main__ import question
-from rollout.sim.recordings import measured
+from rollout.sim.recordings import _correlation, measured
 from rollout.sim.workload import bounded, make_workload
 from tests.sim.kit import run, small
 
@@ -234,11 +234,11 @@ def test_a_run_of_ones_own_is_read(tmp_path: Path) -> None:
     events = [
         turn | {"trajectory_id": "p000000.0.0.0", "turn": 1, "context_tokens": 100, "output_tokens": 7},
         turn | {"trajectory_id": "p000000.0.0.0", "turn": 2, "context_tokens": 130, "output_tokens": 9},
-        {"event": "trajectory_ended", "trajectory_id": "p000000.0.0.0", "status": "finished"},
+        {"event": "trajectory_ended", "trajectory_id": "p000000.0.0.0", "status": "finished", "reward": 1},
         turn | {"trajectory_id": "p000000.0.1.0", "turn": 1, "context_tokens": 100, "output_tokens": 5},
-        {"event": "trajectory_ended", "trajectory_id": "p000000.0.1.0", "status": "failed"},
+        {"event": "trajectory_ended", "trajectory_id": "p000000.0.1.0", "status": "failed", "reward": 0},
     ]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"event": event}) + "\n" for event in events))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"now": 1, "event": event}) + "\n" for event in events))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"tool_s/mean": 3.0, "tool_calls/mean": 2.0}) + "\n")
     script = make_workload(small("workload.kind=from_run", f"workload.run={tmp_path}")).script(0, 0, 0)
     assert (script.prompt_tokens, script.outputs, script.appended[:1]) == (100, [7, 9], [23])
@@ -259,32 +259,49 @@ def recorded_run(folder: Path, groups: list[list[int]]) -> str:
                 {"now": 2.0, "event": turn | {"turn": 1, "output_tokens": 1}},
                 {"now": 5.0, "event": who | {"event": "turn_ready", "turn": 2}},
                 {"now": 6.0, "event": turn | {"turn": 2, "output_tokens": tokens}},
-                {"now": 7.0, "event": who | {"event": "trajectory_ended", "status": "finished"}},
+                {"now": 7.0, "event": who | {"event": "trajectory_ended", "status": "finished", "reward": member % 2}},
             ]
     folder.mkdir()
     (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps = [{"open_s/mean": 2.0, "score_s/mean": 4.0, "reward/mean": 0.25, "tool_s/mean": 9.0, "tool_calls/mean": 1.0}]
-    steps.append(steps[0] | {"score_s/mean": 6.0, "reward/mean": 0.75})
+    steps = [{"score_s/mean": 4.0, "tool_s/mean": 9.0, "tool_calls/mean": 6.0}, {"score_s/mean": 6.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     return str(folder)
 
 
 def test_what_a_run_measured_is_taken_below_what_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    alike = recorded_run(tmp_path / "alike", [[9, 10, 11], [50, 51, 52], [90, 91, 92]])
-    mixed = recorded_run(tmp_path / "mixed", [[9, 50, 91], [10, 51, 92], [11, 52, 93]])
-    found = measured(alike)
-    assert found["environment"] == {"open_s": 2.0, "score_s": 5.0} and found["workload"]["pass_rate"] == 0.5
-    assert found["workload"]["correlation"] > 0.5 > 0.0 == measured(mixed)["workload"]["correlation"]
-    script = make_workload(small("workload.kind=from_run", f"workload.run={alike}")).script(0, 0, 0)
-    assert script.tools_s == [3.0, 3.0], "from turn to turn, where events tell: not the mean of 9"
-    keys = ["--set", "workload.kind=from_run", "--set", f"workload.run={alike}", "--set", "environment.open_s=7"]
+    rng = np.random.default_rng(0)
+    groups = [[round(200 * math.exp(s + t)) for t in rng.normal(0, 0.4, 8)] for s in rng.normal(0, 0.6, 40)]
+    run = recorded_run(tmp_path / "run", groups)
+    found = measured(run)
+    assert found["environment"] == {"score_s": 5.0} and found["workload"]["pass_rate"] == 0.5
+    script = make_workload(small("workload.kind=from_run", f"workload.run={run}")).script(0, 0, 0)
+    assert script.tools_s == [1.5, 1.5], "workers measured 1.5 s a call, whatever the coordinator heard"
+    keys = ["--set", "workload.kind=from_run", "--set", f"workload.run={run}", "--set", "workload.pass_rate=0.125"]
     assert main(["--show-config", *keys]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert (shown["environment"]["open_s"], shown["environment"]["score_s"]) == (7.0, 5.0)
-    plan = question(plan_arguments(["--workload", alike]))
+    assert (shown["workload"]["pass_rate"], shown["environment"]["score_s"]) == (0.125, 5.0)
+    plan = question(plan_arguments(["--workload", run]))
     assert plan.sim.environment.score_s == 5.0 and plan.sim.workload.correlation == found["workload"]["correlation"]
     with pytest.raises(ConfigError, match=r"workload\.run 'nowhere'"):
         main(["--set", "workload.kind=from_run", "--set", "workload.run=nowhere"])
+
+
+@pytest.mark.parametrize(("groups", "truth"), [(12, 0.69), (40, 0.69), (12, 0.0), (40, 0.0)])
+def test_the_correlation_of_siblings_is_estimated_without_bias(groups: int, truth: float) -> None:
+    """0.36 of 0.36 + 0.16 of the variance is the group's, mean of 40 draws; ties and few groups are no likeness."""
+    estimates = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        shared = rng.normal(0, 0.6 if truth else 0.0, groups)
+        lengths = {
+            f"p{g}.0.{m}.0": (round(20 * math.exp(shared[g] + rng.normal(0, 0.4))), 0)
+            for g in range(groups)
+            for m in range(8)
+        }
+        estimates.append(_correlation(lengths))
+    assert np.mean([each or 0.0 for each in estimates]) == pytest.approx(truth, abs=0.06)
+    assert _correlation({f"p{g}.0.{m}.0": (3, 3) for g in range(20) for m in range(4)}) is None, "all are equal"
+    assert _correlation({f"p{g}.0.{m}.0": (g, m) for g in range(7) for m in range(4)}) is None, "too few groups"
 
 
 # ------------------------------------------------------------------------------------------------------- command line

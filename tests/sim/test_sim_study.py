@@ -281,14 +281,38 @@ def test_runs_of_other_code_are_kept_where_some_come_out_equal(tmp_path: Path, m
     study_adopt.adopt(raw, 6, processes=1, tell=said.append)
     assert len(again) == 13 and len(set(again)) == 13
     after = read_rows(raw)
-    assert [msgspec.structs.replace(r, code="") for r in after] == [msgspec.structs.replace(r, code="") for r in rows]
-    action, paper = code_digest("action"), "older"
-    assert [r.code for r in after] == [*[action] * 6, *[paper] * 6, action, code_digest(OURS)]
-    assert "action, code older: 6 of 6 runs are equal: kept" in said
-    assert any(line.endswith("paper seed 4 is another one: 6 runs are not kept") for line in said)
+    action = code_digest("action")
+    kept = [msgspec.structs.replace(r, code=action, made_by=r.code) if "action" in r.policy else r for r in rows]
+    assert after == kept and {r.made_by for r in after} == {"older", "oldest", ""}
+    assert "action:engine.slots=24, 32b, L2 default, code older: 6 of 6 runs are equal: kept" in said
+    assert any(line.endswith("seed 4 is another one: 6 runs are not kept") for line in said)
     again.clear()
     study_adopt.adopt(raw, 2, processes=1, tell=said.append)
-    assert [r.policy for r in again] == ["paper"] * 2
+    assert [r.policy for r in again] == ["paper"] * 2 and len(set(again)) == 2
+
+
+def test_each_kind_of_run_is_simulated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change may concern one host cache, one model or one setting alone. What is no row, or changes, is refused."""
+    rows = [_row("action", 1.0, cell=Cell(l2=memory)) for memory in ("none", "default") for _ in range(4)]
+    rows += [_row("action:engine.slots=8", 1.0), _row("action", 1.0, cell=Cell(preset="4b"))]
+    raw = tmp_path / "raw.jsonl"
+    lines = b"".join(msgspec.json.encode(msgspec.structs.replace(row, code="older")) + b"\n" for row in rows)
+    raw.write_bytes(lines)
+    asked: list[int] = []
+
+    def first_difference(some: list[Row], _: Any) -> None:
+        asked.append(len(some))
+        raw.write_bytes(lines + lines)
+
+    monkeypatch.setattr(study_adopt, "_first_difference", first_difference)
+    with pytest.raises(ConfigError, match="changed meanwhile"):
+        study_adopt.adopt(raw, 1, processes=1, tell=lambda line: None)
+    assert asked == [1, 1, 1, 1]
+    raw.write_bytes(lines + b"<<<<<<< HEAD\n" + lines)
+    with pytest.raises(ConfigError, match="no run after 10"):
+        study_adopt.adopt(raw, 1, processes=1, tell=lambda line: None)
+    study_adopt.adopt(tmp_path / "none.jsonl", 1, processes=1)
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_one_run_as_a_process_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ what the user sets.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -181,8 +182,9 @@ def _correlation(lengths: Mapping[str, tuple[int, int]]) -> float | None:
     return min(1.0, max(0.0, (fmean(siblings) - others) / itself)) if itself > 0 else None
 
 
+@functools.lru_cache(maxsize=1)
 def _finished(run: str) -> dict[str, _Played]:
-    """Training trajectories that ended well, in the order of their ends."""
+    """Training trajectories that ended well, in the order of their ends. Read once: every simulation asks again."""
     events = Path(run) / "events.jsonl"
     if not run or not events.is_file():
         raise ConfigError(f"workload.run {run!r} has no events.jsonl", "name the folder of a run, runs/NAME")

@@ -38,7 +38,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     size.add_argument("--tune", action="store_true", help="the tuning of every policy, about 40 minutes of one core")
     parser.add_argument("--report-only", action="store_true", help="write STUDY.md from the runs that are there")
     parser.add_argument(
-        "--adopt", type=int, metavar="N", help="first keep runs of other code where N of each policy come out equal"
+        "--adopt", type=int, metavar="N", help="first keep runs of other code where N of each kind come out equal"
     )
     parser.add_argument("--folder", type=Path, default=HOME, help="of STUDY.md and study/raw.jsonl")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_one_code_each(rows: Sequence[Row]) -> list[Row]:
-    """Policy by policy those of this code, or of the last line's."""
+    """Policy by policy those of this code, or of the last line's; each run once, though two codes' may be adopted."""
     codes = {policy_name(row.policy): row.code for row in rows}
     codes |= {policy_name(row.policy): row.code for row in rows if is_current(row)}
-    return [row for row in rows if row.code == codes[policy_name(row.policy)]]
+    return list({row.run: row for row in rows if row.code == codes[policy_name(row.policy)]}.values())
 
 
 if __name__ == "__main__":

@@ -148,8 +148,7 @@ def parameter_labels() -> list[str]:
 
 
 def _each(cells: Iterable[Cell], policies: Iterable[str], seeds: Iterable[int]) -> Iterator[Run]:
-    labels = tuple(policies)
-    for seed, cell, label in product(seeds, cells, labels):
+    for seed, cell, label in product(seeds, cells, policies):
         yield Run(cell=cell, policy=label, seed=seed)
 
 

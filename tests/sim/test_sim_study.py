@@ -178,19 +178,23 @@ def test_a_setting_is_scored_by_its_geometric_mean_where_it_ran_everywhere() -> 
     assert "| `action` | `engine.slots=12` | **2.000** | 1.00 | 4.00 |" in text
 
 
+class Pool:
+    """Of no process."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 def test_a_stopped_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [Run(cell=Cell(batch=16), policy=name, seed=0) for name in ("action", "paper", "venus")]
     made: list[Run] = []
 
-    class Now:
+    class Now(Pool):
         """Runs what is submitted at once."""
-
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def __enter__(self) -> Now:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
 
         def submit(self, _: Any, one: Run) -> Any:
             from concurrent.futures import Future
@@ -243,7 +247,8 @@ def test_a_change_concerns_whom_it_reaches(tmp_path: Path, changed: str, concern
 def test_a_report_keeps_policies_of_which_nothing_changed(tmp_path: Path) -> None:
     cell = Cell(batch=64, async_factor=2.0)
     old = msgspec.structs.replace(_row("trajectory", 1e6, cell=cell), code="older")
-    new = [msgspec.structs.replace(_row(OURS, 1e6, cell=cell), code=code) for code in (code_digest(OURS), "older")]
+    codes = (code_digest(OURS), "older", code_digest(OURS))  # one of them adopted
+    new = [msgspec.structs.replace(_row(OURS, 1e6, cell=cell), code=code) for code in codes]
     raw = tmp_path / "study" / "raw.jsonl"
     raw.parent.mkdir()
     raw.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in (old, *new)))
@@ -255,14 +260,7 @@ def test_a_report_keeps_policies_of_which_nothing_changed(tmp_path: Path) -> Non
 def test_runs_of_other_code_are_kept_where_some_come_out_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again: list[Run] = []
 
-    class Now:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def __enter__(self) -> Now:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
+    class Now(Pool):
         def map(self, _: Any, some: list[Run]) -> list[tuple[dict[str, Any], float]]:
             again.extend(some)
             # What is simulated now differs for `paper`, and only in one run.

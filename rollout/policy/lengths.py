@@ -1,8 +1,8 @@
 """PURE: how much a trajectory has still to generate, estimated online (the embedded predictor, always on).
 
 Fed by every turn's end and every trajectory's end; asked at every turn's end (paper §4.1: "in parallel with the tool
-call"). `OnlineLengths` is recursive least squares in log space on the turn, the tokens so far, the context and the
-finished siblings' lengths; `TrueLengths` knows the truth (the oracle of a simulation).
+call"). `OnlineLengths` is recursive least squares in log space on the turn, the tokens so far, the context, what tools
+returned, how many siblings have finished and at what length; `TrueLengths` knows the truth (a simulation's oracle).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rollout.policy.jobs import Job
 
-FEATURES = 6
+FEATURES = 8
 _PRIOR_VARIANCE = 10.0
 _FORGETTING = 0.9995
 """Weight of a sample after 1,400 more is a half: the policy model changes, and so do its lengths."""
@@ -114,16 +114,21 @@ class OnlineLengths:
         self._open.pop(job.trajectory_id, None)
 
     def _features(self, job: Job) -> list[float]:
-        done = job.group.finished_tokens
-        # Mean of logs, drawn to the overall one as if that were one more sibling: few siblings say little.
-        total = (sum(map(math.log1p, done)) + self._mean_log) / (len(done) + 1)
-        typical = math.expm1(total)
+        group = job.group
+        done = group.finished_tokens
+        # Of logs, drawn to the overall mean as if that were one more sibling: few siblings say little.
+        apart = (sum(map(math.log1p, done)) - len(done) * self._mean_log) / (len(done) + 1)
+        typical = math.expm1(self._mean_log + apart)
+        tools = max(0, job.context_tokens - job.output_tokens - group.prompt_tokens) if job.turns else 0
         return [
             1.0,
             math.log1p(job.turns),
             math.log1p(job.output_tokens),
             math.log1p(job.context_tokens),
-            total,
+            math.log1p(tools),
+            # That none has finished by now tells of a long group, where the mean length of none tells nothing.
+            len(done) / (len(done) + len(group.jobs) or 1),
+            apart,
             math.log1p(max(typical - job.output_tokens, 0.25 * typical)),
         ]
 
@@ -136,8 +141,10 @@ class _Regression:
         self._covariance = [[_PRIOR_VARIANCE if i == j else 0.0 for j in range(FEATURES)] for i in range(FEATURES)]
 
     def predict(self, x: list[float]) -> tuple[float, float]:
-        a, b, c, d, e, f = x  # at every turn's end: a loop takes three times as long
-        tokens, growth = (w[0] * a + w[1] * b + w[2] * c + w[3] * d + w[4] * e + w[5] * f for w in self._weights)
+        a, b, c, d, e, f, g, h = x  # at every turn's end: a loop takes three times as long
+        tokens, growth = (
+            w[0] * a + w[1] * b + w[2] * c + w[3] * d + w[4] * e + w[5] * f + w[6] * g + w[7] * h for w in self._weights
+        )
         return min(_LOG_MOST, tokens), min(_LOG_MOST, growth)
 
     def learn(self, x: list[float], targets: tuple[float, float]) -> None:

@@ -95,6 +95,8 @@ class _Stream:
 
     def run(self) -> list[EpisodeSamples]:
         events = []
+        for episode in self._episodes:
+            self._add(episode)
         for number, episode in enumerate(self._episodes):
             events.append((episode.started_seq, number, 0))
             events += [(turn.seq, number, place) for place, turn in enumerate(episode.turns, start=1)]
@@ -119,15 +121,16 @@ class _Stream:
             for episode in self._episodes
         ]
 
+    def _add(self, episode: EpisodeRow) -> None:
+        """A group's jobs are there from its admission on, started or not."""
+        group = self._groups.setdefault(episode.group_id, JobGroup(order=len(self._groups), group_id=episode.group_id))
+        job = Job(trajectory_id=episode.trajectory_id, group=group, member=len(group.jobs), worker="")
+        job.context_tokens = group.prompt_tokens = episode.turns[0].context_tokens
+        group.jobs[episode.trajectory_id] = self._jobs[episode.trajectory_id] = job
+
     def _start(self, episode: EpisodeRow) -> None:
-        group = self._groups.setdefault(
-            episode.group_id, JobGroup(order=len(self._groups), group_id=episode.group_id, prompt_tokens=1)
-        )
-        job = Job(trajectory_id=episode.trajectory_id, group=group, member=0, worker="")
-        job.context_tokens = episode.turns[0].context_tokens
-        self._jobs[episode.trajectory_id] = job
         self._samples[episode.trajectory_id] = []
-        self._look(episode, job)
+        self._look(episode, self._jobs[episode.trajectory_id])
 
     def _turn(self, episode: EpisodeRow, place: int) -> None:
         job, turn = self._jobs[episode.trajectory_id], episode.turns[place - 1]
@@ -154,6 +157,7 @@ class _Stream:
 
     def _end(self, episode: EpisodeRow) -> None:
         job = self._jobs.pop(episode.trajectory_id)
+        job.group.jobs.pop(episode.trajectory_id)
         job.group.finished_tokens.append(job.output_tokens)
         self._lengths.finished(job, job.output_tokens)
         self._lengths.dropped(job)

@@ -13,7 +13,9 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -45,17 +47,19 @@ def adopt(
     for row in rows:
         if not is_current(row):
             old.setdefault(_kind(row), []).append(row)
+    drawn = {kind: random.Random(" ".join(kind)).sample(some, min(number, len(some))) for kind, some in old.items()}
     passed: set[tuple[str, ...]] = set()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for kind, found in old.items():
-            some = random.Random(" ".join(kind)).sample(found, min(number, len(found)))
-            differing = _first_difference(some, pool)
+        results = iter(pool.map(simulate_run, [row.run for some in drawn.values() for row in some]))
+        for kind, some in drawn.items():
+            again = [result for result, _ in islice(results, len(some))]
+            differing = _first_difference(some, again)
             if differing is None:
                 passed.add(kind)
-                tell(f"{', '.join(kind)}: {len(some)} of {len(found)} runs are equal: kept")
+                tell(f"{', '.join(kind)}: {len(some)} of {len(old[kind])} runs are equal: kept")
             else:
                 name = f"{differing.cell.name} seed {differing.seed}"
-                tell(f"{', '.join(kind)}: {name} is another one: {len(found)} runs are not kept")
+                tell(f"{', '.join(kind)}: {name} is another one: {len(old[kind])} runs are not kept")
     if not passed:
         return
     if path.read_bytes() != before:
@@ -73,9 +77,9 @@ def _adopted(row: Row) -> Row:
     return msgspec.structs.replace(row, code=code_digest(policy_name(row.policy)), made_by=row.made_by or row.code)
 
 
-def _first_difference(rows: Sequence[Row], pool: ProcessPoolExecutor) -> Row | None:
+def _first_difference(rows: Sequence[Row], again: Sequence[dict[str, Any]]) -> Row | None:
     """A row whose run gives another result now."""
-    for row, (result, _) in zip(rows, pool.map(simulate_run, [row.run for row in rows]), strict=True):
+    for row, result in zip(rows, again, strict=True):
         if msgspec.json.decode(msgspec.json.encode(result)) != row.result:
             return row
     return None

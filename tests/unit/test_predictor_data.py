@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from envclient.base.errors import ConfigError
 from rollout.policy.jobs import Job, JobGroup
 from rollout.policy.lengths import OnlineLengths
+from rollout.predictor.agreement import spearman
 from rollout.predictor.collect import coding_sessions, collect, main
 from rollout.predictor.data import draw, is_held_out, make_samples, read_samples, window
 from rollout.predictor.episodes import EpisodeLog, EpisodeRow, read_episodes
@@ -149,9 +153,13 @@ def by_hand(rows: list[EpisodeRow]) -> list[float]:
     """Embedded estimates of episodes that follow one another, fed to the estimator as the policies feed it."""
     lengths, groups, said = OnlineLengths(growth_tokens=1000), dict[str, JobGroup](), list[float]()
     for row in rows:
-        group = groups.setdefault(row.group_id, JobGroup(order=len(groups), group_id=row.group_id, prompt_tokens=1))
-        job = Job(trajectory_id=row.trajectory_id, group=group, member=0, worker="w0")
-        job.context_tokens = row.turns[0].context_tokens
+        group = groups.setdefault(row.group_id, JobGroup(order=len(groups), group_id=row.group_id))
+        job = Job(trajectory_id=row.trajectory_id, group=group, member=len(group.jobs), worker="w0")
+        job.context_tokens = group.prompt_tokens = row.turns[0].context_tokens
+        group.jobs[row.trajectory_id] = job
+    for row in rows:
+        group = groups[row.group_id]
+        job = group.jobs[row.trajectory_id]
         for place, turn in enumerate([None, *row.turns]):
             if turn is not None:
                 job.turns, job.context_tokens = place, turn.context_tokens + turn.output_tokens
@@ -160,6 +168,7 @@ def by_hand(rows: list[EpisodeRow]) -> list[float]:
             said.append(lengths.estimate(job)[0])
         group.finished_tokens.append(job.output_tokens)
         lengths.finished(job, job.output_tokens)
+        del group.jobs[row.trajectory_id]
     return said
 
 
@@ -168,6 +177,29 @@ def test_the_embedded_estimate_is_the_live_one() -> None:
     said = [turn.embedded_tokens for sample in make_samples(rows) for turn in sample.turns]
     assert said == by_hand(rows)
     assert len(set(said[-40:])) > 10, "it has learnt to tell them apart"
+
+
+def test_who_has_finished_says_how_long_the_others_are() -> None:
+    """Groups of eight alike, all at the same pace: after 16 turns of about 40 the estimate orders what is to come."""
+    rng = np.random.default_rng(7)
+    rows = []
+    for number in range(60):
+        shared = rng.standard_normal()
+        for member in range(8):
+            turns = max(1, round(40 * math.exp(0.5 * (0.8 * shared + 0.6 * rng.standard_normal()))))
+            said = np.ceil(np.exp(5 + rng.standard_normal(turns))).astype(int).tolist()
+            row = episode(f"t{number}.{member}", group=f"g{number}", started=0, turns=[(0, 1)] * turns)
+            paced = [
+                msgspec.structs.replace(turn, seq=number * 400 + 16 * place + 2 * member, output_tokens=tokens)
+                for place, (turn, tokens) in enumerate(zip(row.turns, said, strict=True))
+            ]
+            end = paced[-1].seq + 1
+            rows.append(msgspec.structs.replace(row, started_seq=number * 400, turns=paced, ended_seq=end))
+    later = [turn for sample in make_samples(rows)[160:] for turn in sample.turns if turn.turn in (16, 24, 32)]
+    truth, estimates = (
+        np.array([getattr(turn, name) for turn in later]) for name in ("remaining_tokens", "embedded_tokens")
+    )
+    assert spearman(truth, estimates) > 0.37, "0.40; by the mean length of those alone it is 0.32"
 
 
 def test_the_coding_sessions_are_episodes_without_text() -> None:

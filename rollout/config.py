@@ -162,6 +162,9 @@ class PolicyConfig:
     """Tokens (0 to 10⁷) of growth expected of a context before any length was measured."""
     move_gap: float = 0.1
     """Smallest difference in load (share of KV capacity, 0 to 10) between two workers that is worth a move."""
+    move_recompute: float = 64.0
+    """venus: tokens of context (0 to 10⁶) that a move may have computed again for each token still to be generated,
+    where that goes on beside a whole KV memory less; in proportion where it is less. With a host cache KV is copied."""
     interval_s: float = 5.0
     """program_aware: seconds (0.1 to 3600) between its checks (ThunderAgent's default); coordinator.tick_s at least."""
     buffer_tokens: int = 100

@@ -37,6 +37,7 @@ POLICY_RANGES: dict[str, tuple[float, float]] = {
     "reserve": (-1.0, 1.0),
     "growth_tokens": (0, 10**7),
     "move_gap": (0.0, 10.0),
+    "move_recompute": (0.0, 10.0**6),
     "interval_s": (0.1, 3600.0),
     "buffer_tokens": (0, 10**6),
     "longest_wait_s": (0.0, 10.0**7),
@@ -257,8 +258,8 @@ class TurnEnded(Event, frozen=True, kw_only=True, tag="turn_ended"):
     output_tokens: int
     version: int
     """Weight version the turn's last token was sampled under; the present one while the trajectory has none."""
-    preemptions: int = 0
-    """Times that its slot was taken for a trajectory of a better class."""
+    preempted_by: list[str] = []
+    """Trajectories, of a better class or rank at that time, for which its slot was taken, one entry each time."""
 
 
 class LengthEstimated(Event, frozen=True, kw_only=True, tag="length_estimated"):
@@ -399,6 +400,8 @@ class StartTrajectory(Command, frozen=True, kw_only=True, tag="start_trajectory"
     """Order among the turns that wait in one class: smaller first, equal ones first come, first served."""
     cause: str = ""
     """Why this class, where the policy has a reason to tell."""
+    placed: str = ""
+    """Why this worker."""
 
 
 class AbortTrajectory(Command, frozen=True, kw_only=True, tag="abort_trajectory"):
@@ -465,6 +468,8 @@ class DeliverGroup(Command, frozen=True, kw_only=True, tag="deliver_group"):
     step: int
     replica: int
     group_id: str
+    cause: str = ""
+    """Why this group."""
 
 
 class CloseBatch(Command, frozen=True, kw_only=True, tag="close_batch"):

@@ -105,9 +105,12 @@ class TrainBatch:
                 self._serve_one(replica, drained, out)
 
     def _serve_one(self, replica: int, drained: bool, out: list[AnyCommand]) -> None:
-        group = self.unacknowledged.get(replica) or (self._take(replica) if self.closed is None else None)
+        group, cause = self.unacknowledged.get(replica), "it has not acknowledged it yet"
+        if group is None and self.closed is None and (group := self._take(replica)) is not None:
+            cause = f"{group.context_tokens} tokens, the most of the ready ones that are as old as the oldest"
         if group is not None:
-            self._answer(replica, DeliverGroup(step=self.step, replica=replica, group_id=group.group_id), out)
+            deliver = DeliverGroup(step=self.step, replica=replica, group_id=group.group_id, cause=cause)
+            self._answer(replica, deliver, out)
             return
         full = self.free == 0 or (drained and not self.ready)
         if self.closed is None and full and not self.unacknowledged:

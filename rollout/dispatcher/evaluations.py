@@ -47,12 +47,12 @@ class Evaluations:
             attempt=attempt,
         )
         evaluation.slots[member] = episode
-        self._pool.enqueue(episode, self._pool.place() or "")
+        self._pool.enqueue(episode, *self._pool.place())
 
     def restart(self, episode: Episode, evaluation: Evaluation) -> None:
         """The episode's worker is gone: another one plays it again."""
         if episode.state is EpisodeState.WAITING:
-            self._pool.enqueue(episode, self._pool.place() or "")
+            self._pool.enqueue(episode, *self._pool.place())
             return
         self._pool.forget(episode)
         self._sample(evaluation, episode.member, episode.task_id, episode.attempt + 1)

@@ -94,10 +94,11 @@ class Groups:
         )
 
     def _enqueue(self, episode: Episode, group: Group) -> None:
+        placed = f"with group {group.group_id}"
         if group.worker not in self._pool.workers:
-            group.worker = self._pool.place() or ""
+            group.worker, placed = self._pool.place()
         group.slots[episode.member] = episode
-        self._pool.enqueue(episode, group.worker)
+        self._pool.enqueue(episode, group.worker, placed)
 
     def restart(self, episode: Episode, group: Group, out: list[AnyCommand]) -> None:
         """The episode's worker is gone: sample it elsewhere. That is no fault of the member, so it is not counted."""

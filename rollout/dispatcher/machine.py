@@ -301,7 +301,7 @@ class Dispatcher:
         usable = event.version == self.version and not self._sync.begun
         self._pool.join(event, usable=usable)
         self._sync.add(event.worker, out)
-        if self._pool.complete and self._pool.place() is None:
+        if self._pool.complete and not self._pool.usable:
             held = f"holds weights of version {event.version}, the run is at version {self.version}"
             self._stop(f"worker {event.worker} {held}: resume the run from its checkpoint", out)
             return
@@ -311,7 +311,7 @@ class Dispatcher:
         if name not in self._pool.workers:
             return
         left = self._pool.lose(name)
-        if self._pool.place() is None:
+        if not self._pool.usable:
             self._stop(f"worker {name} is lost and no other one can take over: {cause}", out)
             return
         self._sync.drop(name, out)

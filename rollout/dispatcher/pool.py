@@ -71,12 +71,18 @@ class WorkerPool:
         self._policy.lose(name)
         return sorted(left, key=lambda episode: (episode.state is EpisodeState.ABORTING, episode.key))
 
-    def place(self) -> str | None:
-        """Worker for new episodes: the least loaded one of those that sample under the current version."""
-        return least_loaded((w.name, w.load) for w in self.workers.values() if w.usable)
+    @property
+    def usable(self) -> bool:
+        """Whether any worker samples under the current version."""
+        return any(worker.usable for worker in self.workers.values())
 
-    def enqueue(self, episode: Episode, worker: str) -> None:
-        episode.worker = worker
+    def place(self) -> tuple[str, str]:
+        """Worker for new episodes, and why: the least loaded one of those that sample under the current version."""
+        name, load = least_loaded((w.name, w.load) for w in self.workers.values() if w.usable) or ("", 0)
+        return name, f"fewest trajectories: {load}"
+
+    def enqueue(self, episode: Episode, worker: str, placed: str) -> None:
+        episode.worker, episode.placed = worker, placed
         self.episodes[episode.trajectory_id] = episode
         self.workers[worker].waiting[episode.trajectory_id] = episode
         if isinstance(episode.owner, Group):
@@ -168,10 +174,10 @@ class WorkerPool:
         episode.worker = to
         self.workers[to].open[episode.trajectory_id] = episode
 
-    def rehome(self, episode: Episode, to: str) -> None:
+    def rehome(self, episode: Episode, to: str, cause: str) -> None:
         """A waiting episode will start on another worker."""
         del self.workers[episode.worker].waiting[episode.trajectory_id]
-        episode.worker = to
+        episode.worker, episode.placed = to, cause
         self.workers[to].waiting[episode.trajectory_id] = episode
         self.requeue(episode)
 

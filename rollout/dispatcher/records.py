@@ -37,6 +37,8 @@ class Episode:
     member: int
     attempt: int
     worker: str = ""
+    placed: str = ""
+    """Why there, for people."""
     state: EpisodeState = EpisodeState.WAITING
     version: int = -1
     """Oldest version it can have sampled under: the one at its start, then the reported one; −1 before the start."""

@@ -131,6 +131,7 @@ class Schedule:
                     priority=priority,
                     rank=rank,
                     cause=cause,
+                    placed=episode.placed,
                 )
             )
         return started
@@ -148,7 +149,7 @@ class Schedule:
             if episode is None or episode.job is not move.job or target is None or not target.usable:
                 continue
             if episode.state is EpisodeState.WAITING:
-                self._pool.rehome(episode, move.to)
+                self._pool.rehome(episode, move.to, move.cause)
             elif episode.state is EpisodeState.RUNNING and self._can_move(episode, target):
                 self._pool.move(episode, move.to)
                 out.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def least_loaded(loads: Iterable[tuple[str, int]]) -> str | None:
-    """Worker with the fewest trajectories, open or queued; the first one of equals, None without workers."""
-    best = min(loads, key=lambda item: item[1], default=None)
-    return None if best is None else best[0]
+def least_loaded(loads: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """Worker with the fewest trajectories, open or queued, and their number; the first one of equals, None without
+    workers."""
+    return min(loads, key=lambda item: item[1], default=None)

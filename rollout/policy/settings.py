@@ -26,6 +26,7 @@ class PolicySettings(Record, frozen=True):
     reserve: float = -1.0
     growth_tokens: int = 1000
     move_gap: float = 0.1
+    move_recompute: float = 64.0
     interval_s: float = 5.0
     buffer_tokens: int = 100
     acting_decay: bool = False

@@ -28,8 +28,8 @@ class SlotPolicy(Protocol):
     def set_class(self, trajectory_id: str, priority: PriorityClass, rank: int) -> list[str]:
         """Its class from now on, known before its first turn or not."""
 
-    def take_victims(self) -> list[str]:
-        """Running turns to abort for the sake of waiting ones, each told once; `turn_preempted` is expected."""
+    def take_victims(self) -> dict[str, str]:
+        """Running turns to abort → the waiting one for whose sake, each told once; `turn_preempted` is expected."""
 
     def turn_preempted(self, trajectory_id: str) -> list[str]:
         """Its running turn was aborted with its tokens kept; it waits again, at its old place."""
@@ -94,8 +94,8 @@ class ActionSlots:
     def set_class(self, trajectory_id: str, priority: PriorityClass, rank: int) -> list[str]:
         return []
 
-    def take_victims(self) -> list[str]:
-        return []
+    def take_victims(self) -> dict[str, str]:
+        return {}
 
     def pause(self) -> None:
         self._paused = True
@@ -209,8 +209,10 @@ class PrioritySlots(ActionSlots):
         """Of each running turn: the smaller, the sooner it is a victim."""
         self._by_cost: list[tuple[Order, str]] = []
         """The same, ascending."""
-        self._victims: dict[str, bool] = {}
-        """Running turns that give their slot up; whether that was told."""
+        self._victims: dict[str, str] = {}
+        """Running turns that were told to give their slot up → the waiting one that came first then."""
+        self._next_victims: dict[str, str] = {}
+        """Those that have not been told."""
 
     def turn_ready(self, trajectory_id: str, context_tokens: int = 0) -> list[str]:
         self._expect(trajectory_id not in self._parked, trajectory_id, "waits already")
@@ -238,9 +240,9 @@ class PrioritySlots(ActionSlots):
             self._cost(trajectory_id)
         return self._start()  # a running turn's class decides whether it is a victim
 
-    def take_victims(self) -> list[str]:
-        fresh = [trajectory_id for trajectory_id, told in self._victims.items() if not told]
-        self._victims.update(dict.fromkeys(fresh, True))
+    def take_victims(self) -> dict[str, str]:
+        fresh, self._next_victims = self._next_victims, {}
+        self._victims |= fresh
         return fresh
 
     def statistics(self) -> dict[str, int]:
@@ -249,12 +251,13 @@ class PrioritySlots(ActionSlots):
 
     def check_invariants(self) -> None:
         super().check_invariants()
-        self._expect(self._victims.keys() <= self._running.keys(), "policy", "preempts a turn that does not run")
+        victims = self._victims.keys() | self._next_victims.keys()
+        self._expect(victims <= self._running.keys(), "policy", "preempts a turn that does not run")
         self._expect(not self._parked.keys() & self._waiting.keys(), "policy", "has a parked turn in its queue")
         costs = {trajectory_id: cost for cost, trajectory_id in self._by_cost}
         known = costs == self._costs and costs.keys() == self._running.keys()
         self._expect(known, "policy", "has other costs than running turns")
-        if not self._paused and self._queue and not self._victims:
+        if not self._paused and self._queue and not victims:
             worse = [t for t in self._running if self._yields(t, self._queue[0][0])]
             self._expect(not worse, "policy", f"lets {worse} run before a turn of order {self._queue[0][0]}")
 
@@ -276,6 +279,7 @@ class PrioritySlots(ActionSlots):
         arrival = super()._stop(trajectory_id)
         self._uncost(trajectory_id)
         self._victims.pop(trajectory_id, None)
+        self._next_victims.pop(trajectory_id, None)
         return arrival
 
     def _start(self) -> list[str]:
@@ -289,7 +293,7 @@ class PrioritySlots(ActionSlots):
         Those that were told make room for the first of the waiting turns. Whoever is the next victim yields to more
         turns than any other running one: where it does not yield, nobody does.
         """
-        self._victims = {t: told for t, told in self._victims.items() if told}
+        self._next_victims = {}
         place = len(self._victims)
         if self._paused or place >= len(self._queue):
             return
@@ -298,7 +302,7 @@ class PrioritySlots(ActionSlots):
                 continue
             if place >= len(self._queue) or not self._yields(trajectory_id, self._queue[place][0]):
                 return
-            self._victims[trajectory_id] = False
+            self._next_victims[trajectory_id] = self._queue[place][2]
             place += 1
 
     def _yields(self, running: str, order: Order) -> bool:

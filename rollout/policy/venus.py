@@ -31,9 +31,8 @@ _RESERVE = 0.1
 _RESERVE_WITH_HOST = 0.25
 """With one, more is admitted than fits, and what it grows by has to fit too. [R: 0.1 costs 2% of throughput there, and
 0.25 costs 1% without]"""
-_WORTH_AGAIN = 64.0
-"""Tokens of context that are computed again for each token still to be generated where all of a KV memory less is held:
-a decode step of a full memory takes some 10 ms longer than one of an empty one, prefill of a token 0.1 ms. [R]"""
+_ALIKE = 1.3
+"""Lengths within this ratio are as good as equal: no one's class or place changes for so little."""
 
 
 class VenusPolicy(GroupedPolicy):
@@ -148,9 +147,9 @@ class VenusPolicy(GroupedPolicy):
             return
         group = job.group
         key = self._keyed.get(group.order) or self._group_key(group)
-        outside: Key = (*key, -bucket(job.expected_tokens, 1.3))
+        outside: Key = (*key, -bucket(job.expected_tokens, _ALIKE))
         # Of a class the shortest context leaves first: it is the cheapest to make again.
-        inside: Key = (key[0], key[1], -math.inf, -bucket(job.context_tokens, 1.3))
+        inside: Key = (key[0], key[1], -math.inf, -bucket(job.context_tokens, _ALIKE))
         prompt = self._prompt(group)
         held = max(0.0, job.context_tokens - prompt) + self.turn_tokens
         growth = max(0.0, job.expected_context - job.context_tokens - self.turn_tokens)
@@ -235,7 +234,8 @@ class VenusPolicy(GroupedPolicy):
         """A pending turn goes where it finds room when it is parked, and where less KV is held when it is not.
 
         The slowest worker's last trajectories end the batch: a decode step costs what its contexts hold. Whoever runs
-        moves where its KV can be copied to, or where what it has still to generate is worth computing that again. [R]
+        moves where its KV can be copied to, or where what it has still to generate is worth computing that again: a
+        decode step of a full memory takes some 10 ms longer than one of an empty one, prefill of a token 0.1 ms. [R]
         """
         here = self.workers.get(job.worker)
         if here is None or not (self.settings.migration and here.migration and here.kv_tokens):
@@ -252,7 +252,7 @@ class VenusPolicy(GroupedPolicy):
         if (
             # There it must be better off, with itself: then it does not pay to go back.
             gap > self.settings.move_gap + tokens / target.kv_tokens
-            and (parked or target.host_kv_tokens or tokens < _WORTH_AGAIN * gap * job.expected_tokens)
+            and (parked or target.host_kv_tokens or tokens < self.settings.move_recompute * gap * job.expected_tokens)
             and self._sets[target.name].fits(reserved, prompt)
             and self._may_go(job, target)
         ):

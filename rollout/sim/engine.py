@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from envclient.base.errors import InvariantError
+from rollout.policy.tiers import HIGH_REF, evicts_up_to
 from rollout.sim.clock import Clock
 from rollout.sim.config import EngineConfig
 from rollout.sim.cost import EngineCost
-from rollout.sim.kv import HIGH_REF, LOW_REF, UNUSED, KvMemory, Node
+from rollout.sim.kv import KvMemory, Node
 
 
 class Request:
@@ -359,7 +360,7 @@ class SimEngine:
 
     def _fits(self, request: Request) -> bool:
         """Whether what its KV still needs, and a reserve for the running ones, is free or may be evicted for it."""
-        limit = (HIGH_REF if request.high else LOW_REF) if self._tiers else UNUSED
+        limit = evicts_up_to(request.high, self._tiers)
         budget = self.kv.budget(limit)
         parent = request.tail.parent
         assert parent is not None

@@ -2,7 +2,7 @@
 
 The radix tree of an agent workload is flat: a group's prompt, and below it one tail for each of its trajectories. A
 tail that is not in use shrinks from its end (leaves go first), and the prompt can go once no tail is left on it. Tiers
-are those of the trajectory-aware cache: UNUSED pages go first, then LOW's, then HIGH's; plain LRU keeps all in one.
+and budgets are those of `rollout.policy.tiers`; plain LRU keeps all pages in one tier.
 The host cache is written through: it holds copies, LRU, and survives eviction from the device.
 """
 
@@ -12,9 +12,7 @@ import heapq
 from collections import OrderedDict
 
 from envclient.base.errors import InvariantError
-
-UNUSED, LOW_REF, HIGH_REF = 0, 1, 2
-TIERS = (UNUSED, LOW_REF, HIGH_REF)
+from rollout.policy.tiers import UNUSED, budget, shared_tier
 
 
 class Node:
@@ -71,12 +69,7 @@ class KvMemory:
 
     def budget(self, tier: int) -> int:
         """Tokens that a request may take which evicts pages of tiers up to `tier`."""
-        left = self.capacity - self.locked
-        if tier < HIGH_REF:
-            left -= self.evictable[HIGH_REF]
-            if tier < LOW_REF:
-                left -= self.evictable[LOW_REF]
-        return left
+        return budget(self.capacity, self.locked, self.evictable, tier)
 
     def tail(self, prompt: str, trajectory: str) -> Node:
         """The node of a trajectory (made when new)."""
@@ -179,7 +172,7 @@ class KvMemory:
         parent.tiers[tail.tier] -= 1
         parent.tiers[tier] += 1
         self._retier(tail, tier)
-        highest = HIGH_REF if parent.tiers[HIGH_REF] > 0 else LOW_REF if parent.tiers[LOW_REF] > 0 else UNUSED
+        highest = shared_tier(parent.tiers)
         if highest != parent.tier:
             self._retier(parent, highest)
 

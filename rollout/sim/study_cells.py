@@ -42,6 +42,7 @@ PARAMETERS: dict[str, Sequence[str]] = {
     "reserve": ("0", "0.1", "0.25", "0.5", "1"),
     "hysteresis": ("0.8", "1"),
     "move_gap": ("0.03", "0.3", "1"),
+    "move_recompute": ("0", "16", "256"),
     "order": ("length",),
     "migration": ("false",),
     "tool_time": ("true",),

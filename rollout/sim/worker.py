@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rollout.policy.slots import make_slots
+from rollout.policy.tiers import UNUSED, tier_of
 from rollout.sim.clock import Clock
 from rollout.sim.config import SimConfig
 from rollout.sim.cost import EngineCost
 from rollout.sim.engine import WAITING, Request, SimEngine
-from rollout.sim.kv import HIGH_REF, LOW_REF, UNUSED, Node
+from rollout.sim.kv import Node
 from rollout.sim.policies import WholePolicy
 from rollout.sim.sandboxes import Sandboxes
 from rollout.sim.workload import Script
@@ -171,8 +172,7 @@ class SimWorker:
     def _refer(self, play: Play) -> None:
         """The trajectory's reference on its KV, by its class."""
         if self._tiers:
-            high = play.priority is PriorityClass.HIGH
-            self.engine.set_tier(play.tail, HIGH_REF if high else LOW_REF)
+            self.engine.set_tier(play.tail, tier_of(play.priority))
 
     def pause(self, version: int) -> None:
         self._pausing = version

@@ -151,7 +151,7 @@ class AgentLoop:
             generate_s=turn.generate_s,
             cached_tokens=turn.cached_tokens,
             sent_tokens=turn.sent_tokens,
-            preemptions=turn.preemptions,
+            preemptions=len(turn.preempted_by),
         )
         self._report_turn(
             TurnEnded(
@@ -160,7 +160,7 @@ class AgentLoop:
                 context_tokens=context_tokens,
                 output_tokens=record.context_tokens - context_tokens,
                 version=record.spans[-1].version if record.spans else self._slots.version,
-                preemptions=turn.preemptions,
+                preempted_by=turn.preempted_by,
             )
         )
         return turn

@@ -48,8 +48,8 @@ class Turn:
     """Prompt tokens found in the engine's cache, over all its requests."""
     sent_tokens: int = 0
     """Prompt tokens sent to the engine, over all its requests."""
-    preemptions: int = 0
-    """Times that it gave its slot to a turn of a higher class."""
+    preempted_by: list[str] = field(default_factory=list)
+    """Trajectories of a better class for which it gave its slot up, one entry each time."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -86,8 +86,8 @@ class SlotScheduler:
         self._requests = 0
         self._generating: dict[str, str] = {}
         """Trajectory → its request in the engine."""
-        self._preempted: set[str] = set()
-        """Trajectories whose running turn gives its slot up."""
+        self._preempted: dict[str, str] = {}
+        """Trajectories whose running turn gives its slot up → the one for whose sake."""
         self._aborting: set[asyncio.Task[None]] = set()
 
     # ----------------------------------------------------------------------------------------------- agent loop
@@ -110,15 +110,14 @@ class SlotScheduler:
             await self._wait_slot(trajectory_id, started)
             if self._paused or trajectory_id in self._preempted:
                 # Granted just before the pause began, or before it was wanted for another.
-                self._preempted.discard(trajectory_id)
+                self._preempted.pop(trajectory_id, None)
                 started = self._policy.turn_preempted(trajectory_id)
                 continue
             started_at = self._clock()
             turn.queue_s += started_at - asked_at
             request = self._request(trajectory_id, [*context, *turn.token_ids], max_new_tokens, turn, stop_token_ids)
             generation = await self._generate(request)
-            preempted = trajectory_id in self._preempted
-            self._preempted.discard(trajectory_id)
+            preempted_by = self._preempted.pop(trajectory_id, None)
             asked_at = self._clock()
             turn.generate_s += asked_at - started_at
             turn.cached_tokens += generation.cached_tokens
@@ -131,8 +130,8 @@ class SlotScheduler:
             if turn.finish_reason != "abort":
                 self._grant(self._policy.turn_ended(trajectory_id))
                 return turn
-            if preempted:
-                turn.preemptions += 1
+            if preempted_by is not None:
+                turn.preempted_by.append(preempted_by)
             elif not self._paused:
                 unasked += 1
                 if unasked > _MAX_UNASKED_ABORTS:
@@ -142,7 +141,7 @@ class SlotScheduler:
     def trajectory_ended(self, trajectory_id: str) -> None:
         """The trajectory takes no more turns, whatever it was doing; idempotent."""
         self._waiting.pop(trajectory_id, None)
-        self._preempted.discard(trajectory_id)
+        self._preempted.pop(trajectory_id, None)
         self._grant(self._policy.trajectory_ended(trajectory_id))
 
     def set_class(self, trajectory_id: str, priority: PriorityClass, rank: int) -> None:
@@ -175,8 +174,8 @@ class SlotScheduler:
             waiting = self._waiting[trajectory_id]
             if not waiting.done():
                 waiting.set_result(None)
-        for victim in self._policy.take_victims():
-            self._preempted.add(victim)
+        for victim, waiting_one in self._policy.take_victims().items():
+            self._preempted[victim] = waiting_one
             if victim in self._generating:
                 aborting = asyncio.ensure_future(self._preempt(victim, self._generating[victim]))
                 self._aborting.add(aborting)

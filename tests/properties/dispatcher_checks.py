@@ -226,8 +226,8 @@ class CheckedWorld:
                 self.fetch += count
             case StartTrajectory():
                 self.start(command)
-            case AbortTrajectory(worker=name, trajectory_id=trajectory, status=status):
-                assert trajectory in self.started
+            case AbortTrajectory(worker=name, trajectory_id=trajectory, status=status, cause=cause):
+                assert trajectory in self.started and cause
                 self.aborted.add(trajectory)
                 if status is TrajectoryStatus.DISCARDED:
                     self.discards += 1
@@ -261,8 +261,8 @@ class CheckedWorld:
                         "tokens of a sealed group were dropped"
                     )
                     self.reported.pop(trajectory, None)
-            case DeliverGroup(step=step, replica=replica, group_id=group):
-                assert step == self.step and group in self.sealed
+            case DeliverGroup(step=step, replica=replica, group_id=group, cause=cause):
+                assert step == self.step and group in self.sealed and cause
                 assert self.phase == "train", "handed out under the weights before the last step's"
                 assert self.step_of_group.setdefault(group, step) == step, "a group in two steps"
                 others = [r.group for i, r in enumerate(self.replicas) if i != replica]
@@ -312,7 +312,7 @@ class CheckedWorld:
         places = sum(name == command.worker for name in self.located.values())
         assert places < self.config.max_trajectories
         assert command.priority is not PriorityClass.PARKED, "a parked trajectory was started"
-        assert command.cause, "started without a reason"
+        assert command.cause and command.placed, "started without a reason"
         self.located[command.trajectory_id] = command.worker
         episode = Episode(command.trajectory_id, command.group_id, command.purpose, len(self.started))
         worker.open[command.trajectory_id] = episode

@@ -39,8 +39,12 @@ class ClassWorld(RuleBasedStateMachine):
             best = min(((*self.order(t), a) for t, a in self.waiting.items() if self.order(t)[0] < 2))
             assert (*self.order(trajectory), self.waiting[trajectory]) == best, "not by class, rank and arrival"
             self.running[trajectory] = self.waiting.pop(trajectory)
-        fresh = self.policy.take_victims()
+        taken = self.policy.take_victims()
+        fresh = list(taken)
         assert fresh == self.victims_by_the_rule()
+        for victim, waiting in taken.items():
+            assert self.comes_before(self.order(waiting), self.order(victim)), "preempted for one of no better class"
+        assert len(set(taken.values())) == len(taken), "two make room for one"
         self.victims.update(fresh)
 
     def victims_by_the_rule(self) -> list[str]:
@@ -154,7 +158,7 @@ def test_the_victim_is_the_low_turn_of_the_shortest_context() -> None:
     policy.turn_ready("short", 100)
     policy.set_class("urgent", HIGH, 0)
     assert policy.turn_ready("urgent", 500) == []
-    assert policy.take_victims() == ["short"] and policy.take_victims() == []
+    assert policy.take_victims() == {"short": "urgent"} and policy.take_victims() == {}
     assert policy.turn_preempted("short") == ["urgent"]
     assert policy.turn_ended("long") == ["short"], "it goes on where it was cut"
 
@@ -164,11 +168,11 @@ def test_the_longest_goes_first_and_preempts_the_shortest() -> None:
     policy.set_class("short", LOW, -10)
     policy.set_class("long", LOW, -90)
     assert policy.turn_ready("short", 100) == ["short"]
-    assert policy.turn_ready("long", 100) == [] and policy.take_victims() == ["short"]
+    assert policy.turn_ready("long", 100) == [] and policy.take_victims() == {"short": "long"}
     assert policy.turn_preempted("short") == ["long"]
 
 
 @pytest.mark.parametrize("rule", ["action", "trajectory"])
 def test_rules_without_classes_ignore_them(rule: str) -> None:
     policy = make_slots(rule, 1)
-    assert policy.set_class("a", PARKED, 0) == [] and policy.turn_ready("a") == ["a"] and policy.take_victims() == []
+    assert policy.set_class("a", PARKED, 0) == [] and policy.turn_ready("a") == ["a"] and policy.take_victims() == {}

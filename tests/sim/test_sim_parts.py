@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from envclient.base.configs import build
 from envclient.base.errors import ConfigError
+from rollout.policy.tiers import HIGH_REF, LOW_REF
 from rollout.sim.__main__ import main
 from rollout.sim.config import PRESETS, SimConfig
 from rollout.sim.cost import engine_cost
-from rollout.sim.kv import HIGH_REF, LOW_REF, KvMemory, Node
+from rollout.sim.kv import KvMemory, Node
 from rollout.sim.labels import policy_keys
 from rollout.sim.metrics import ks_distance
 from rollout.sim.plan.__main__ import arguments as plan_arguments

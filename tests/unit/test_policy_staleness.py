@@ -43,5 +43,5 @@ def test_groups_past_their_deadline_count_for_the_current_batch() -> None:
 
 
 def test_placement_takes_the_least_loaded_then_the_first() -> None:
-    assert least_loaded([("a", 2), ("b", 1), ("c", 1)]) == "b"
+    assert least_loaded([("a", 2), ("b", 1), ("c", 1)]) == ("b", 1)
     assert least_loaded([]) is None

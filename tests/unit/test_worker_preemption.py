@@ -71,7 +71,7 @@ def test_a_high_turn_takes_the_slot_of_a_low_one_which_goes_on_later() -> None:
         urgent = await scheduler.turn("urgent", [1, 2, 3], max_new_tokens=5, stop_token_ids=[2])
         assert len(urgent.token_ids) == 5 and not low.done()
         turn = await low
-        assert turn.preemptions == 1 and len(turn.pieces) == 2 and len(turn.token_ids) == 40
+        assert turn.preempted_by == ["urgent"] and len(turn.pieces) == 2 and len(turn.token_ids) == 40
         calm = ScriptedEngine(stop_every=10**9)
         await calm.start()
         alone = SlotScheduler(calm, make_slots("action", 1), version=0, temperature=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -360,3 +361,17 @@ def test_a_compiled_copy_needs_its_tools_and_is_made_once(tmp_path: Path, monkey
         compiled.compiled_copy(tmp_path / "copy")
     root = Path(compiled.__file__).resolve().parents[2]
     assert [name for name in compiled.MODULES if not (root / name).is_file()] == []
+
+
+def test_a_run_is_the_same_whatever_was_simulated_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts are drawn once a process, for all policies; those of another seed or workload are others."""
+    monkeypatch.setattr(study_runs, "_workloads", {})
+    cell = Cell(batch=16, steps=1)
+    asked = [Run(cell=cell, policy=policy, seed=seed) for seed in (0, 1) for policy in ("action", "trajectory")]
+    asked.append(Run(cell=msgspec.structs.replace(cell, correlation=0.3), policy="action", seed=0))
+    together = [study_runs.simulate_run(run)[0] for run in asked]
+    assert len(study_runs._workloads) == 3
+    for run, result in zip(asked, together, strict=True):
+        study_runs._workloads.clear()
+        assert study_runs.simulate_run(run)[0] == result
+    assert len({json.dumps(result, sort_keys=True) for result in together}) == len(asked)

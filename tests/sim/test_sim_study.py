@@ -369,9 +369,9 @@ def test_a_run_is_the_same_whatever_was_simulated_before_it(monkeypatch: pytest.
     cell = Cell(batch=16, steps=1)
     asked = [Run(cell=cell, policy=policy, seed=seed) for seed in (0, 1) for policy in ("action", "trajectory")]
     asked.append(Run(cell=msgspec.structs.replace(cell, correlation=0.3), policy="action", seed=0))
-    together = [study_runs.simulate_run(run)[0] for run in asked]
+    together = [study_runs.simulate_run(each)[0] for each in asked]
     assert len(study_runs._workloads) == 3
-    for run, result in zip(asked, together, strict=True):
+    for each, result in zip(asked, together, strict=True):
         study_runs._workloads.clear()
-        assert study_runs.simulate_run(run)[0] == result
+        assert study_runs.simulate_run(each)[0] == result
     assert len({json.dumps(result, sort_keys=True) for result in together}) == len(asked)

@@ -259,7 +259,7 @@ class TurnEnded(Event, frozen=True, kw_only=True, tag="turn_ended"):
     version: int
     """Weight version the turn's last token was sampled under; the present one while the trajectory has none."""
     preempted_by: list[str] = []
-    """Trajectories, of a better class or rank at that time, for which its slot was taken, one entry each time."""
+    """Trajectories, of a better class or rank at that time, for whose sake its slot was taken, one entry each time."""
 
 
 class LengthEstimated(Event, frozen=True, kw_only=True, tag="length_estimated"):

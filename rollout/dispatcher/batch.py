@@ -107,7 +107,7 @@ class TrainBatch:
     def _serve_one(self, replica: int, drained: bool, out: list[AnyCommand]) -> None:
         group, cause = self.unacknowledged.get(replica), "it has not acknowledged it yet"
         if group is None and self.closed is None and (group := self._take(replica)) is not None:
-            cause = f"{group.context_tokens} tokens, the most of the ready ones that are as old as the oldest"
+            cause = f"the largest of those that come first: {group.context_tokens} tokens"
         if group is not None:
             deliver = DeliverGroup(step=self.step, replica=replica, group_id=group.group_id, cause=cause)
             self._answer(replica, deliver, out)

@@ -69,9 +69,9 @@ class Groups:
         self._gate.held += 1
         self._admitted += 1
         group_id = f"{prompt_id}.{attempt}"
-        jobs = JobGroup(order=self._admitted, group_id=group_id, admitted=self.version)
-        group = Group(order=self._admitted, group_id=group_id, prompt_id=prompt_id, task_id=task_id, jobs=jobs)
         size = self._config.group_size
+        jobs = JobGroup(order=self._admitted, group_id=group_id, size=size, admitted=self.version)
+        group = Group(order=self._admitted, group_id=group_id, prompt_id=prompt_id, task_id=task_id, jobs=jobs)
         group.slots = [None] * size
         group.resamples = [0] * size
         group.missing = size

@@ -33,6 +33,8 @@ class JobGroup:
     order: int
     """Place in the order of admission."""
     group_id: str
+    size: int = 1
+    """Members, K."""
     admitted: int = 0
     """Weight version at its admission."""
     oldest: int | None = None

@@ -126,8 +126,9 @@ class OnlineLengths:
             math.log1p(job.output_tokens),
             math.log1p(job.context_tokens),
             math.log1p(tools),
-            # That none has finished by now tells of a long group, where the mean length of none tells nothing.
-            len(done) / (len(done) + len(group.jobs) or 1),
+            # That none has finished by now tells of a long group, where the mean length of none tells nothing. Each
+            # counts as far as this one has come of its length: a late starter has all of its own before it.
+            sum([min(1.0, job.output_tokens / max(1, tokens)) for tokens in done]) / group.size,
             apart,
             math.log1p(max(typical - job.output_tokens, 0.25 * typical)),
         ]

@@ -210,7 +210,7 @@ class PrioritySlots(ActionSlots):
         self._by_cost: list[tuple[Order, str]] = []
         """The same, ascending."""
         self._victims: dict[str, str] = {}
-        """Running turns that were told to give their slot up → the waiting one that came first then."""
+        """Running turns that were told to give their slot up → the waiting one for whose sake."""
         self._next_victims: dict[str, str] = {}
         """Those that have not been told."""
 
@@ -297,12 +297,15 @@ class PrioritySlots(ActionSlots):
         place = len(self._victims)
         if self._paused or place >= len(self._queue):
             return
+        served = set(self._victims.values())
         for _, trajectory_id in self._by_cost:
             if trajectory_id in self._victims:
                 continue
             if place >= len(self._queue) or not self._yields(trajectory_id, self._queue[place][0]):
                 return
-            self._next_victims[trajectory_id] = self._queue[place][2]
+            waiting = next(name for _, _, name in self._queue if name not in served)
+            self._next_victims[trajectory_id] = waiting
+            served.add(waiting)
             place += 1
 
     def _yields(self, running: str, order: Order) -> bool:

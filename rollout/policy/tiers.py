@@ -2,7 +2,7 @@
 
 A page is referenced by the trajectories that will read it again, as their class says. Pages of no one that is left go
 first, then those of LOW trajectories, then those of HIGH ones, and a request evicts nothing of a better tier than its
-own. The simulator's engine runs these rules; a real engine's cache derives the same from the classes that it is told.
+own. The simulator's engine runs these rules; a real engine's radix cache has a seat for them only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from rollout.types import PriorityClass
 
 UNUSED, LOW_REF, HIGH_REF = 0, 1, 2
 """Reference tiers, the first to be evicted first."""
-TIERS = (UNUSED, LOW_REF, HIGH_REF)
 
 
 def tier_of(priority: PriorityClass) -> int:

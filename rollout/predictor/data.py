@@ -9,6 +9,7 @@ trained on, whichever run it comes from.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -88,6 +89,8 @@ class _Stream:
 
     def __init__(self, episodes: Iterable[EpisodeRow]) -> None:
         self._episodes = sorted(episodes, key=lambda episode: episode.ended_seq)
+        # Some groups are not whole here: they had begun before the files, or had not ended with them.
+        self._group_size = max(Counter(episode.group_id for episode in self._episodes).values(), default=1)
         self._lengths = OnlineLengths(growth_tokens=_GROWTH_TOKENS)
         self._groups: dict[str, JobGroup] = {}
         self._jobs: dict[str, Job] = {}
@@ -95,8 +98,6 @@ class _Stream:
 
     def run(self) -> list[EpisodeSamples]:
         events = []
-        for episode in self._episodes:
-            self._add(episode)
         for number, episode in enumerate(self._episodes):
             events.append((episode.started_seq, number, 0))
             events += [(turn.seq, number, place) for place, turn in enumerate(episode.turns, start=1)]
@@ -121,16 +122,15 @@ class _Stream:
             for episode in self._episodes
         ]
 
-    def _add(self, episode: EpisodeRow) -> None:
-        """A group's jobs are there from its admission on, started or not."""
-        group = self._groups.setdefault(episode.group_id, JobGroup(order=len(self._groups), group_id=episode.group_id))
-        job = Job(trajectory_id=episode.trajectory_id, group=group, member=len(group.jobs), worker="")
-        job.context_tokens = group.prompt_tokens = episode.turns[0].context_tokens
-        group.jobs[episode.trajectory_id] = self._jobs[episode.trajectory_id] = job
-
     def _start(self, episode: EpisodeRow) -> None:
+        group = self._groups.setdefault(
+            episode.group_id, JobGroup(order=len(self._groups), group_id=episode.group_id, size=self._group_size)
+        )
+        job = Job(trajectory_id=episode.trajectory_id, group=group, member=0, worker="")
+        job.context_tokens = group.prompt_tokens = episode.turns[0].context_tokens
+        self._jobs[episode.trajectory_id] = job
         self._samples[episode.trajectory_id] = []
-        self._look(episode, self._jobs[episode.trajectory_id])
+        self._look(episode, job)
 
     def _turn(self, episode: EpisodeRow, place: int) -> None:
         job, turn = self._jobs[episode.trajectory_id], episode.turns[place - 1]
@@ -157,7 +157,6 @@ class _Stream:
 
     def _end(self, episode: EpisodeRow) -> None:
         job = self._jobs.pop(episode.trajectory_id)
-        job.group.jobs.pop(episode.trajectory_id)
         job.group.finished_tokens.append(job.output_tokens)
         self._lengths.finished(job, job.output_tokens)
         self._lengths.dropped(job)

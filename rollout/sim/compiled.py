@@ -19,7 +19,7 @@ MODULES = (
     "rollout/sim/trainer.py",
     *(f"rollout/policy/{name}.py" for name in ("jobs", "slots", "critical", "working_set", "lengths", "base")),
     *(f"rollout/policy/{name}.py" for name in ("grouped", "venus", "paper", "program_aware", "program_load")),
-    *(f"rollout/policy/{name}.py" for name in ("predictions", "staleness", "gate", "hand_out", "settings")),
+    *(f"rollout/policy/{name}.py" for name in ("predictions", "staleness", "gate", "hand_out", "settings", "tiers")),
     *(f"rollout/dispatcher/{name}.py" for name in ("schedule", "pool", "machine", "groups", "batch", "sync")),
 )
 _BUILD = """

@@ -49,7 +49,7 @@ class Turn:
     sent_tokens: int = 0
     """Prompt tokens sent to the engine, over all its requests."""
     preempted_by: list[str] = field(default_factory=list)
-    """Trajectories of a better class for which it gave its slot up, one entry each time."""
+    """Trajectories of a better class or rank for whose sake it gave its slot up, one entry each time."""
 
     @property
     def token_ids(self) -> list[int]:

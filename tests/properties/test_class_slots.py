@@ -25,6 +25,7 @@ class ClassWorld(RuleBasedStateMachine):
         self.waiting: dict[str, int] = {}
         self.running: dict[str, int] = {}
         self.victims: set[str] = set()
+        self.made_room_for: dict[str, str] = {}
         self.classes: dict[str, tuple[PriorityClass, int]] = {}
         self.context: dict[str, int] = {}
         self.paused = False
@@ -44,7 +45,10 @@ class ClassWorld(RuleBasedStateMachine):
         assert fresh == self.victims_by_the_rule()
         for victim, waiting in taken.items():
             assert self.comes_before(self.order(waiting), self.order(victim)), "preempted for one of no better class"
-        assert len(set(taken.values())) == len(taken), "two make room for one"
+            self.made_room_for[victim] = waiting
+        for victim in self.made_room_for.keys() - self.victims - taken.keys():
+            del self.made_room_for[victim]
+        assert len(set(self.made_room_for.values())) == len(self.made_room_for), "two make room for one"
         self.victims.update(fresh)
 
     def victims_by_the_rule(self) -> list[str]:

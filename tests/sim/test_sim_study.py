@@ -297,16 +297,20 @@ def test_each_kind_of_run_is_simulated_again(tmp_path: Path, monkeypatch: pytest
     raw = tmp_path / "raw.jsonl"
     lines = b"".join(msgspec.json.encode(msgspec.structs.replace(row, code="older")) + b"\n" for row in rows)
     raw.write_bytes(lines)
-    asked: list[int] = []
+    asked: list[Run] = []
 
-    def first_difference(some: list[Row], _: Any) -> None:
-        asked.append(len(some))
-        raw.write_bytes(lines + lines)
+    class Counting(Pool):
+        def map(self, _: Any, some: list[Run]) -> list[tuple[dict[str, Any], float]]:
+            asked.extend(some)
+            raw.write_bytes(lines + lines)
+            return [({}, 0.1)] * len(some)
 
-    monkeypatch.setattr(study_adopt, "_first_difference", first_difference)
+    monkeypatch.setattr(study_adopt, "ProcessPoolExecutor", Counting)
+    monkeypatch.setattr(study_adopt, "_first_difference", lambda some, again: None)
     with pytest.raises(ConfigError, match="changed meanwhile"):
         study_adopt.adopt(raw, 1, processes=1, tell=lambda line: None)
-    assert asked == [1, 1, 1, 1]
+    kinds = {(run.policy, run.cell.preset, run.cell.l2) for run in asked}
+    assert len(asked) == len(kinds) == 4
     raw.write_bytes(lines + b"<<<<<<< HEAD\n" + lines)
     with pytest.raises(ConfigError, match="no run after 10"):
         study_adopt.adopt(raw, 1, processes=1, tell=lambda line: None)

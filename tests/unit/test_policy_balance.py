@@ -24,10 +24,10 @@ class Pair(Bench):
     """Two workers of 1,000 KV tokens; groups of one trajectory, placed in turn."""
 
     def __init__(
-        self, *, host_kv_tokens: int, migration: bool = True, share: bool = True, growth_tokens: int = 0
+        self, *, host_kv_tokens: int, migration: bool = True, share: bool = True, growth_tokens: int = 0, **more: float
     ) -> None:
         self.host_kv_tokens = host_kv_tokens
-        keys = {"growth_tokens": growth_tokens, "fill": 1.0, "reserve": 0.0, "migration": share}
+        keys = {"growth_tokens": growth_tokens, "fill": 1.0, "reserve": 0.0, "migration": share, **more}
         policy = PolicySettings(name="venus", **keys)
         capabilities = Capabilities(priority=True, migration=migration)
         super().__init__(workers=2, capabilities=capabilities, group_size=1, batch=3, policy=policy)
@@ -82,6 +82,8 @@ def test_it_moves_without_its_kv_when_enough_is_left_to_generate() -> None:
     """110 tokens of context are worth computing again for 100 − 10 more, where 0.6 of the memory less is held."""
     (move,) = of(MoveTrajectory, Pair(host_kv_tokens=0, growth_tokens=100).crowd())
     assert (move.trajectory_id, move.to) == ("p2.0.0.0", "w1")
+    dearer = Pair(host_kv_tokens=0, growth_tokens=100, move_recompute=1.0)
+    assert of(MoveTrajectory, dearer.crowd()) == [], "0.6 · 90 tokens are worth 54 of context"
 
 
 @pytest.mark.parametrize(("balanced", "worker"), [(True, "w1"), (False, "w0")])
@@ -94,3 +96,4 @@ def test_a_worker_for_which_nobody_waits_takes_whom_another_has_no_room_for(bala
     assert of(StartTrajectory, pair.prompt()) == [], "900 of 1,000 tokens are taken on either worker"
     begun = of(StartTrajectory, pair.end("p1.0.0.0", worker="w1") + pair.end("p0.0.0.0", worker="w0"))
     assert [(start.trajectory_id, start.worker) for start in begun] == [("p2.0.0.0", worker)]
+    assert begun[0].placed == ("parked here, and nobody waits on w1" if balanced else "fewest trajectories: 1")

@@ -77,7 +77,7 @@ def test_a_step_from_prompt_to_new_weights() -> None:
     assert isinstance(seal, SealGroup) and seal.members == ["p0.0.0.0", "p0.0.1.0"]
     assert seal.advantages == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
     assert isinstance(deliver, DeliverGroup) and (deliver.step, deliver.replica, deliver.group_id) == (1, 0, "p0.0")
-    assert deliver.cause.endswith("the most of the ready ones that are as old as the oldest")
+    assert deliver.cause.startswith("the largest of those that come first: ")
     assert bench.acknowledge("p0.0") == []
     counts = only(bench.ask(), CloseBatch).counts
     assert (counts.groups, counts.sequences, counts.tokens) == (1, 2, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -151,15 +152,12 @@ def test_a_sample_knows_nothing_of_later() -> None:
 
 def by_hand(rows: list[EpisodeRow]) -> list[float]:
     """Embedded estimates of episodes that follow one another, fed to the estimator as the policies feed it."""
+    size = max(Counter(row.group_id for row in rows).values())
     lengths, groups, said = OnlineLengths(growth_tokens=1000), dict[str, JobGroup](), list[float]()
     for row in rows:
-        group = groups.setdefault(row.group_id, JobGroup(order=len(groups), group_id=row.group_id))
-        job = Job(trajectory_id=row.trajectory_id, group=group, member=len(group.jobs), worker="w0")
+        group = groups.setdefault(row.group_id, JobGroup(order=len(groups), group_id=row.group_id, size=size))
+        job = Job(trajectory_id=row.trajectory_id, group=group, member=0, worker="w0")
         job.context_tokens = group.prompt_tokens = row.turns[0].context_tokens
-        group.jobs[row.trajectory_id] = job
-    for row in rows:
-        group = groups[row.group_id]
-        job = group.jobs[row.trajectory_id]
         for place, turn in enumerate([None, *row.turns]):
             if turn is not None:
                 job.turns, job.context_tokens = place, turn.context_tokens + turn.output_tokens
@@ -168,7 +166,6 @@ def by_hand(rows: list[EpisodeRow]) -> list[float]:
             said.append(lengths.estimate(job)[0])
         group.finished_tokens.append(job.output_tokens)
         lengths.finished(job, job.output_tokens)
-        del group.jobs[row.trajectory_id]
     return said
 
 
@@ -200,6 +197,34 @@ def test_who_has_finished_says_how_long_the_others_are() -> None:
         np.array([getattr(turn, name) for turn in later]) for name in ("remaining_tokens", "embedded_tokens")
     )
     assert spearman(truth, estimates) > 0.37, "0.40; by the mean length of those alone it is 0.32"
+
+
+def test_who_begins_late_is_not_taken_for_one_that_is_nearly_through() -> None:
+    """Members of groups of eight side by side: whoever is left of one has little before it; a resampled one has all."""
+    rng = np.random.default_rng(3)
+    lengths = OnlineLengths(growth_tokens=1000)
+    for number in range(80):
+        shared = rng.standard_normal()
+        ends = sorted(max(1, round(40 * math.exp(0.5 * (shared + 0.6 * rng.standard_normal())))) for _ in range(8))
+        group = JobGroup(order=number, group_id=f"g{number}", size=8, prompt_tokens=100)
+        jobs = [Job(trajectory_id=f"{number}.{m}", group=group, member=m, worker="w0") for m in range(8)]
+        for turn in range(max(ends) + 1):
+            for job, end in zip(jobs, ends, strict=True):
+                if turn <= end:
+                    job.turns, job.output_tokens, job.context_tokens = turn, 200 * turn, 100 + 300 * turn
+                    lengths.observe(job)
+                if turn == end:
+                    group.finished_tokens.append(job.output_tokens)
+                    lengths.finished(job, job.output_tokens)
+
+    def estimate(finished: int, turns: int) -> float:
+        group = JobGroup(order=99, group_id="g", size=8, prompt_tokens=100, finished_tokens=[8000] * finished)
+        late = Job(trajectory_id="late", group=group, member=7, worker="w0", context_tokens=100 + 300 * turns)
+        late.turns, late.output_tokens = turns, 200 * turns
+        return lengths.estimate(late)[0]
+
+    assert estimate(7, 0) > 0.6 * estimate(0, 0), "as long as its siblings were"
+    assert estimate(7, 35) < 0.7 * estimate(0, 35)
 
 
 def test_the_coding_sessions_are_episodes_without_text() -> None:

@@ -96,10 +96,11 @@ and the policies are the live ones. Rates are trained tokens per hour in million
 seeds differ. Settings of the policies: see the tuning at the end. A cell of a baseline counts only where the mean
 trained length is within 2% of the submitted stream's and their distributions agree (KS ≤ 0.05); others are marked *.
 `oracle` is `venus` with true lengths; *free copies* (at batch 64) is `venus` where whatever was evicted is back at once
-from an endless host cache; *no limits* is a cluster with endless KV memory and slots, under `action` or `venus`. B:
-groups a step; af: async_factor; L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ: correlation of
-lengths inside a group. Every cell and policy with rate, T_next, lengths, discards and hit rates, smallest, median and
-largest over seeds: [cells.csv](study/cells.csv).
+from an endless host cache; *no limits* is a cluster with endless KV memory and slots, under `action` or `venus` (the
+bound of what memory costs; where it is below 1, so many at once that each is slow is worse than an order, and it bounds
+nothing). B: groups a step; af: async_factor; L2: host cache (none, default = 2 × device, large = 1.8 TB a node); ρ:
+correlation of lengths inside a group. Every cell and policy with rate, T_next, lengths, discards and hit rates,
+smallest, median and largest over seeds: [cells.csv](study/cells.csv).
 
 ![Trained tokens per hour](study/throughput.png)
 """

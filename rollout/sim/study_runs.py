@@ -30,7 +30,7 @@ from rollout.sim.cluster import Cluster
 from rollout.sim.config import PRESETS, SimConfig
 from rollout.sim.labels import policy_keys
 from rollout.sim.study_cells import Cell, Run
-from rollout.sim.workload import Script, Workload, make_workload
+from rollout.sim.workload import Workload, make_workload
 
 _HOME = Path(__file__).resolve().parents[1]
 _ASIDE = ("study", "plan", "plots", "report", "compiled", "__main__", "recordings")
@@ -148,14 +148,7 @@ class _Remembered:
     """Scripts that were drawn once: policies meet the same stream, and drawing it is a tenth of a run's time."""
 
     def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._scripts: dict[tuple[int, int, int], Script] = {}
-
-    def script(self, prompt: int, member: int, attempt: int) -> Script:
-        key = (prompt, member, attempt)
-        if (script := self._scripts.get(key)) is None:
-            script = self._scripts[key] = self._workload.script(*key)
-        return script
+        self.script = functools.cache(workload.script)
 
 
 _workloads: dict[str, _Remembered] = {}

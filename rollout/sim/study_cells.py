@@ -90,6 +90,11 @@ def live(cell: Cell) -> dict[str, str]:
     return {name: labels[hosted] for name, labels in TUNED.items()} | {f"{name}, 64 slots": name for name in PLAIN}
 
 
+def compared(cell: Cell) -> dict[str, str]:
+    """Policies as tables and figures name them → their labels in this cell, `venus` and its oracle last."""
+    return live(cell) | {OURS: OURS, ORACLE: ORACLE}
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation of the study."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollout.sim.study_cells import ORACLE, OURS, SLOTS, grid, live, sweep
+from rollout.sim.study_cells import OURS, SLOTS, compared, grid, sweep
 from rollout.sim.study_results import Results
 
 
@@ -26,7 +26,7 @@ def draw(results: Results, folder: Path, *, full: bool) -> list[Path]:
 
 def _throughput(pyplot: Any, results: Results, path: Path, full: bool) -> Path:
     cells = [c for c in grid(full) if c.correlation == 0.6 and c.preset == "32b" and results.has(c, OURS)]
-    labels = [live(cell) | {OURS: OURS, ORACLE: ORACLE} for cell in cells]
+    labels = [compared(cell) for cell in cells]
     policies = list(labels[0]) if labels else []
     colors = pyplot.get_cmap("tab20").colors  # ten, as usual, are too few
     figure, axis = pyplot.subplots(figsize=(max(6.0, 1.1 * len(cells)), 4.5))

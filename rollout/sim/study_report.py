@@ -18,6 +18,7 @@ from rollout.sim.study_cells import (
     SLOTS,
     STEPS,
     Cell,
+    compared,
     discard_cells,
     grid,
     ladder,
@@ -175,11 +176,6 @@ def _ratios(results: Results, cells: Iterable[Cell], other: str, *, valid: bool 
     return {cell: ratio for cell, ratio in found.items() if ratio is not None}
 
 
-def _columns(cell: Cell) -> dict[str, str]:
-    """Policies as tables name them → their labels in this cell, ours last."""
-    return live(cell) | {OURS: OURS, ORACLE: ORACLE}
-
-
 def _grid(results: Results, full: bool) -> str:
     text = "\n## Trained tokens per hour\n"
     for (preset, batch), cells in groupby(grid(full), key=lambda cell: (cell.preset, cell.batch)):
@@ -191,12 +187,12 @@ def _grid(results: Results, full: bool) -> str:
             best = results.rivals(cell)
             *_, free = results.bounds(cell)
             cut = f"{best[0][0]:.2f}" if best else "–"
-            figures = [_rate(results, cell, label) for label in _columns(cell).values()]
+            figures = [_rate(results, cell, label) for label in compared(cell).values()]
             rows.append([first, *figures, cut if not best or best[0][0] >= 1 else f"**{cut}**", _number(free)])
         if rows:
             header = [
                 "af L2 ρ",
-                *(f"`{name}`" for name in _columns(Cell())),
+                *(f"`{name}`" for name in compared(Cell())),
                 "venus ÷ best",
                 BOUNDS[-1],
             ]
@@ -246,7 +242,7 @@ seconds a step without a group.
         if cell.async_factor not in (1.0, 2.0) or cell.correlation != 0.6 or not results.has(cell, OURS):
             continue
         rows = []
-        for name, label in _columns(cell).items():
+        for name, label in compared(cell).items():
             if results.has(cell, label):
                 figures = (_number(results.middle(cell, label, key), form) for _, key, form in _BEHAVIOUR)
                 rows.append([f"`{name}`", *figures])

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"{raw} has no run of this study", "leave --report-only out")
     results = Results(_of_one_code_each(rows))
     tuning = read_rows(tuned)
-    text = document(results, full=args.full, wanted=len(wanted), machine=results.rows[-1].machine, tuning=tuning)
+    text = document(results, full=args.full, wanted=len(wanted), tuning=tuning)
     write_atomic(args.folder / "STUDY.md", text.encode())
     write_atomic(args.folder / "study" / "cells.csv", cells_csv(results).encode())
     draw(results, args.folder / "study", full=args.full)

@@ -137,7 +137,7 @@ def test_the_report_judges_targets_and_shows_losing_cells() -> None:
     rows += [_row(NO_LIMITS[1], 11.5e6, cell=close), _row(FREE_COPIES, 11.2e6, cell=close)]
     partial = Cell(batch=16, l2="none")  # not complete, so not judged
     rows += [_row(OURS, 1e6, cell=partial), _row(live(partial)["action"], 2e6, cell=partial)]
-    text = document(Results(rows), full=False, wanted=len(runs(False)), machine="a machine")
+    text = document(Results(rows), full=False, wanted=len(runs(False)))
     assert "## Targets, as far as it ran" in text and "Not run yet." in text
     assert "| never below 0.95× | 0.900× of `paper` at 32b B=64 af=2 L2=default ρ=0.6 | **no** |" in text
     assert "batch 64, L2 default | 1.500–1.50×, median 1.50×, in 1 cells | yes |" in text
@@ -175,7 +175,7 @@ def test_a_setting_is_scored_by_its_geometric_mean_where_it_ran_everywhere() -> 
     assert found["engine.slots=12"] == (pytest.approx(2.0), pytest.approx([1.0, 4.0]))
     assert study_tune.best(rows, "action") == ("action:engine.slots=12", "action:engine.slots=48")
     assert study_tune.best(rows, "paper") is None
-    text = document(Results(rows), full=False, wanted=1, machine="a machine", tuning=rows)
+    text = document(Results(rows), full=False, wanted=1, tuning=rows)
     assert "| `action` | `engine.slots=12` | **2.000** | 1.00 | 4.00 |" in text
 
 
@@ -333,10 +333,11 @@ def test_a_report_is_made_from_what_is_there(tmp_path: Path) -> None:
     rows = [_row(policy, 1e6, cell=cell) for policy in (OURS, "trajectory", "trajectory:engine.slots=8")]
     raw = tmp_path / "study" / "raw.jsonl"
     raw.parent.mkdir()
+    rows[1] = msgspec.structs.replace(rows[1], machine="another")
     raw.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     assert study.main(["--report-only", "--folder", str(tmp_path)]) == 0
     text = (tmp_path / "STUDY.md").read_text()
-    assert "Runs: 3 of the" in text and "Commit d (code c;" in text and "a machine" in text
+    assert "Runs: 3 of the" in text and "Commit d (code c;" in text and "a machine; another; " in text
     table = list(csv.DictReader((tmp_path / "study" / "cells.csv").open()))
     assert [row["policy"] for row in table] == [row.policy for row in rows]
     assert table[0]["async_factor"] == "2.0" and table[0]["trained_tokens_per_hour_median"] == "1e+06"

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
+from envclient.base.errors import InvariantError
 from rollout.policy.base import HIGH, LOW
 from rollout.policy.grouped import GroupedPolicy, bucket
 from rollout.policy.jobs import Job, JobGroup, Move, Phase, WorkerView
@@ -29,6 +30,8 @@ class PaperPolicy(GroupedPolicy):
         self._resident: dict[str, WorkingSet] = {}
         """Per worker: its HIGH trajectories; those outside the set are demoted."""
         self._dirty: set[str] = set()
+        self._pressures: dict[str, float] = {}
+        """Worker to which jobs can go → p_w; of dirty ones before the event."""
 
     @classmethod
     def slot_rule(cls, settings: PolicySettings) -> str:
@@ -42,10 +45,12 @@ class PaperPolicy(GroupedPolicy):
         super().join(worker)
         room = float(worker.kv_tokens) if worker.kv_tokens and self.settings.demotion else None
         self._resident[worker.name] = WorkingSet(room, room)
+        self._weigh(worker)
 
     def lose(self, name: str) -> None:
         super().lose(name)
         self._resident.pop(name, None)
+        self._pressures.pop(name, None)
         self._dirty.discard(name)
 
     def pressure(self, worker: WorkerView) -> float:
@@ -130,6 +135,7 @@ class PaperPolicy(GroupedPolicy):
                 continue
             for trajectory_id in resident.settle(0):
                 self._tell(self.jobs[trajectory_id], resident.entries[trajectory_id].member)
+            self._weigh(self.workers[name])
         self._dirty.clear()
 
     def _consider_move(self, job: Job) -> None:
@@ -142,20 +148,26 @@ class PaperPolicy(GroupedPolicy):
         pressure = self.pressure(here)
         if pressure <= 1.0:
             return
-        others = [w for w in self.workers.values() if w.migration and w.kv_tokens and w is not here]
-        if not others:
-            return
-        target = min(others, key=self.pressure)
-        there = self.pressure(target)
+        for name in self._dirty & self._pressures.keys():
+            self._weigh(self.workers[name])
+        target = self.workers[min(self._pressures, key=self._pressures.__getitem__)]
+        there = self._pressures[target.name]
         weight = 2 * job.context_tokens / target.kv_tokens  # what the move itself changes: it must not pay to go back
         if pressure - there > self.settings.move_gap + weight:
             cause = f"HIGH KV pressure is {pressure:.2f} here and {there:.2f} there"
             self.moves.append(Move(job=job, to=target.name, cause=cause))
 
+    def _weigh(self, worker: WorkerView) -> None:
+        if worker.migration and worker.kv_tokens:
+            self._pressures[worker.name] = self.pressure(worker)
+
     def check_invariants(self) -> None:
         super().check_invariants()
         for resident in self._resident.values():
             resident.check_invariants()
+        for name in self._pressures.keys() - self._dirty:
+            if self._pressures[name] != self.pressure(self.workers[name]):
+                raise InvariantError(f"the pressure of {name} is taken to be {self._pressures[name]:g}: it is another")
 
 
 class FcfsPriorityPolicy(PaperPolicy):

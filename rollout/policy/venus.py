@@ -51,6 +51,10 @@ class VenusPolicy(GroupedPolicy):
         """Worker → share of the expected growth that is reserved there."""
         self._keyed: dict[int, Key] = {}
         """Group → its part of the keys, as its jobs carry it."""
+        self._held: dict[str, float] = {}
+        """Worker to which jobs can go → KV tokens held there, as a share of its own; of dirty ones before the event."""
+        self._reserved: dict[str, float] = {}
+        """The same of tokens reserved."""
 
     @classmethod
     def uses_tiers(cls, settings: PolicySettings) -> bool:
@@ -65,9 +69,12 @@ class VenusPolicy(GroupedPolicy):
         self._sets[worker.name] = WorkingSet(room, most)
         by_itself = _RESERVE_WITH_HOST if worker.host_kv_tokens else _RESERVE
         self._reserve[worker.name] = by_itself if self.settings.reserve < 0 else self.settings.reserve
+        self._weigh(worker)
 
     def lose(self, name: str) -> None:
         super().lose(name)
+        self._held.pop(name, None)
+        self._reserved.pop(name, None)
         self._sets.pop(name, None)
         self._reserve.pop(name, None)
         self._dirty.discard(name)
@@ -192,6 +199,7 @@ class VenusPolicy(GroupedPolicy):
                 self._short.add(name)
             else:
                 self._short.discard(name)
+            self._weigh(worker)
         self._dirty.clear()
         if self._short and len(self._short) < len(self._sets) and self.settings.migration and not self.moves:
             self._share(changed)
@@ -241,14 +249,14 @@ class VenusPolicy(GroupedPolicy):
         if here is None or not (self.settings.migration and here.migration and here.kv_tokens):
             return
         parked = job.priority is PARKED
-        others = [w for w in self.workers.values() if w.migration and w.kv_tokens and w is not here]
-        target = min(others, key=lambda worker: self._load(worker, parked), default=None)
-        if target is None:
-            return
+        for name in self._dirty & self._held.keys():
+            self._weigh(self.workers[name])
+        loads = self._reserved if parked else self._held
+        target = self.workers[min(loads, key=loads.__getitem__)]
         prompt = job.group.prompt_tokens
         reserved = self._sets[here.name].entries[job.trajectory_id].reserved
         tokens = prompt + reserved if parked else job.context_tokens
-        gap = self._load(here, parked) - self._load(target, parked)
+        gap = loads[here.name] - loads[target.name]
         if (
             # There it must be better off, with itself: then it does not pay to go back.
             gap > self.settings.move_gap + tokens / target.kv_tokens
@@ -260,15 +268,21 @@ class VenusPolicy(GroupedPolicy):
             cause = f"{why} {target.name} has {gap:.2f} of its KV memory less {'reserved' if parked else 'held'}"
             self.moves.append(Move(job=job, to=target.name, cause=cause))
 
-    def _load(self, worker: WorkerView, reserved: bool) -> float:
-        """KV tokens reserved, or held, as a share of the worker's."""
-        working = self._sets[worker.name]
-        return (working.reserved if reserved else working.held) / worker.kv_tokens
+    def _weigh(self, worker: WorkerView) -> None:
+        if worker.migration and worker.kv_tokens:
+            working = self._sets[worker.name]
+            self._held[worker.name] = working.held / worker.kv_tokens
+            self._reserved[worker.name] = working.reserved / worker.kv_tokens
 
     def check_invariants(self) -> None:
         super().check_invariants()
         for working in self._sets.values():
             working.check_invariants()
+        for name in self._held.keys() - self._dirty:
+            working, worker = self._sets[name], self.workers[name]
+            shares = (working.held / worker.kv_tokens, working.reserved / worker.kv_tokens)
+            if (self._held[name], self._reserved[name]) != shares:
+                raise InvariantError(f"{name} holds and reserves {shares} of its KV memory, other shares are known")
         short = {name for name, working in self._sets.items() if working.outsiders}
         if not self._dirty and short != self._short:
             raise InvariantError(f"short of room are {sorted(self._short)}, recounted {sorted(short)}")

@@ -106,5 +106,5 @@ def _money(pyplot: Any, found: Answer, path: Path) -> Path:
     colors = [_SIMULATED if abs(gain.gain) > found.config.search.tie else _NOTHING for gain in gains]
     axis.barh([gain.words for gain in gains], [gain.per_1000 / 1e3 for gain in gains], color=colors)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_xlabel("thousand trained tokens an hour more, for 1,000 euro a month (gray: no gain)", fontsize=9)
+    axis.set_xlabel("thousand trained tokens an hour more for 1,000 euro a month\n(gray: no gain)", fontsize=9)
     return _save(pyplot, figure, path)

@@ -146,7 +146,7 @@ def mixture_cells(full: bool) -> list[Cell]:
 
 def parameter_cells(full: bool) -> list[Cell]:
     """Where each key of ours is varied."""
-    return [Cell(async_factor=1.5, l2=m) for m in (L2 if full else L2[:2])]
+    return [Cell(async_factor=1.5, l2=m) for m in (L2 if full else L2[:1])]
 
 
 def parameter_labels() -> list[str]:

@@ -325,5 +325,5 @@ def test_stopped_while_writing_leaves_nothing(root: Path) -> None:
         assert process.poll() is None, "ended before it wrote anything"
         time.sleep(0.005)
     process.terminate()
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=240) == 130  # a busy disk may take long over one tensor of 1 GB
     assert sorted(root.rglob("*")) == before

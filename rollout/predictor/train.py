@@ -35,7 +35,8 @@ _BETAS = (0.9, 0.98)
 class TrainSettings:
     """How it is trained."""
 
-    epochs: int = 8
+    epochs: int = 32
+    """At most; the best so far is kept (a tiny trunk still learns after 15, a large one meets `minutes` first)."""
     minutes: float = 30.0
     """Training ends after so many, with the best epoch so far."""
     lr: float = 3e-4

@@ -14,7 +14,6 @@ from rollout.config import RolloutConfig, RunConfig
 from rollout.dispatcher import DispatcherConfig
 from rollout.replay import first_difference, read_rows
 from rollout.types import LengthEstimated, TurnEnded
-from tests.conftest import MODEL
 from tests.e2e.launched import SCRIPTED, Launched, check_account, wait_until
 
 STEPS = 500
@@ -41,13 +40,7 @@ def has_learned(run: Launched) -> bool:
 
 @pytest.mark.timeout(400)
 def test_a_run_trains_its_predictor_asks_it_and_outlives_it(tmp_path: Path) -> None:
-    predictor = {
-        "enabled": "true",
-        "engine": "torch",
-        "trunk": str(MODEL),
-        "context_tokens": "640",
-        "refresh_minutes": "0.03",
-    }
+    predictor = {"enabled": "true", "engine": "torch", "refresh_minutes": "0.03"}
     overrides = [*SCRIPTED, "policy=venus", f"steps={STEPS}", "async_factor=1.5"]
     overrides += [f"rollout.predictor.{key}={value}" for key, value in predictor.items()]
     with Launched(tmp_path, *overrides) as run:

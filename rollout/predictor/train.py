@@ -36,7 +36,7 @@ class TrainSettings:
     """How it is trained."""
 
     epochs: int = 32
-    """At most; the best so far is kept (a tiny trunk still learns after 15, a large one meets `minutes` first)."""
+    """At most; the best so far is kept. A tiny trunk still learns after 15; `minutes` bounds a large one."""
     minutes: float = 30.0
     """Training ends after so many, with the best epoch so far."""
     lr: float = 3e-4
